@@ -1,0 +1,4 @@
+#pragma once
+namespace replayeval {
+struct StateFormat;
+}
