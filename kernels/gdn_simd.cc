@@ -1,0 +1,252 @@
+// Vector kernels of GDN and KDA: declared and specified in gdn_simd.h.
+#include "kernels/gdn_simd.h"
+
+#include "kernels/lanes.h"
+
+// GCC's own AVX-512 header initialises a vector with itself and is warned about it (GCC bug
+// 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+namespace replayeval::REPLAYEVAL_SIMD_NAMESPACE {
+namespace {
+
+static_assert(kLanes == kGdnLanes);
+
+// Register tile of gdn_multiply. The tile decides which elements are computed together, never the
+// order of an element's sum.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 4, kTileVectors = 4;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 4, kTileVectors = 1;
+#else
+constexpr int kTileRows = 1, kTileVectors = 1;
+#endif
+
+template <int kRows, int kVectors>
+REPLAYEVAL_INLINE void multiply_tile(int depth, const float* x, int64_t x_stride, const float* y,
+                                     int64_t y_stride, const float* scale, int scale_step,
+                                     float* out, int64_t out_stride) {
+  Lanes sum[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i) {
+    for (int c = 0; c < kVectors; ++c) {
+      sum[i][c] = scale ? splat(scale[i * scale_step]) * load(out + i * out_stride + c * kLanes)
+                        : splat(0.0f);
+    }
+  }
+  for (int m = 0; m < depth; ++m) {
+    Lanes row[kVectors];
+    for (int c = 0; c < kVectors; ++c) row[c] = load(y + m * y_stride + c * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      const Lanes factor = splat(x[i * x_stride + m]);
+      for (int c = 0; c < kVectors; ++c) sum[i][c] = fma(factor, row[c], sum[i][c]);
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int c = 0; c < kVectors; ++c) store(out + i * out_stride + c * kLanes, sum[i][c]);
+  }
+}
+
+template <int kVectors>
+REPLAYEVAL_INLINE void multiply_columns(int rows, int depth, const float* x, int64_t x_stride,
+                                        const float* y, int64_t y_stride, const float* scale,
+                                        int scale_step, float* out, int64_t out_stride) {
+  int i = 0;
+  for (; i + kTileRows <= rows; i += kTileRows) {
+    multiply_tile<kTileRows, kVectors>(depth, x + i * x_stride, x_stride, y, y_stride,
+                                       scale ? scale + i * scale_step : nullptr, scale_step,
+                                       out + i * out_stride, out_stride);
+  }
+  for (; i < rows; ++i) {
+    multiply_tile<1, kVectors>(depth, x + i * x_stride, x_stride, y, y_stride,
+                               scale ? scale + i * scale_step : nullptr, scale_step,
+                               out + i * out_stride, out_stride);
+  }
+}
+
+REPLAYEVAL_INLINE float as_float(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
+}
+REPLAYEVAL_INLINE uint32_t as_bits(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+/// Drops the low `dropped` mantissa bits, nearest, ties to even (13: TF32, 16: BF16); overflow
+/// gives infinity, NaN stays NaN. Example, 16: 0x3F9E8000 (1.23828125) lies half-way and goes to
+/// 0x3F9E0000.
+REPLAYEVAL_INLINE float round_mantissa(float x, int dropped) {
+  const uint32_t bits = as_bits(x);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return as_float(bits | 0x00400000u);
+  const uint32_t half = 1u << (dropped - 1);
+  return as_float((bits + half - 1u + ((bits >> dropped) & 1u)) & ~((1u << dropped) - 1u));
+}
+
+REPLAYEVAL_INLINE float round_operand(DotType type, float x) {
+  return type == DotType::fp32 ? x : round_mantissa(x, type == DotType::bf16 ? 16 : 13);
+}
+
+}  // namespace
+
+void gdn_multiply(int rows, int depth, int vectors, const float* x, int64_t x_stride,
+                  const float* y, int64_t y_stride, const float* scale, int scale_step, float* out,
+                  int64_t out_stride) {
+  int c = 0;
+  for (; c + kTileVectors <= vectors; c += kTileVectors) {
+    multiply_columns<kTileVectors>(rows, depth, x, x_stride, y + c * kLanes, y_stride, scale,
+                                   scale_step, out + c * kLanes, out_stride);
+  }
+  for (; c < vectors; ++c) {
+    multiply_columns<1>(rows, depth, x, x_stride, y + c * kLanes, y_stride, scale, scale_step,
+                        out + c * kLanes, out_stride);
+  }
+}
+
+void gdn_normalise(int rows, int dim, float scale, const float* x, int64_t x_stride, float* out,
+                   int64_t out_stride) {
+  for (int t = 0; t < rows; ++t) {
+    const float* row = x + t * x_stride;
+    float* result = out + t * out_stride;
+    Lanes squares = splat(0.0f);
+    for (int n = 0; n < dim; n += kLanes) {
+      const Lanes part = load_part(row + n, dim - n < kLanes ? dim - n : kLanes);
+      squares = fma(part, part, squares);
+    }
+    float lane[kLanes];
+    store(lane, squares);
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+      for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+    }
+    const Lanes factor = splat(scale / __builtin_sqrtf(lane[0] + 1e-6f));
+    for (int n = 0; n < dim; n += kLanes) {
+      store(result + n, load_part(row + n, dim - n < kLanes ? dim - n : kLanes) * factor);
+    }
+  }
+}
+
+void gdn_transpose(int rows, int columns, const float* in, int64_t in_stride, float* out,
+                   int64_t out_stride) {
+  constexpr int kBlock = 16;
+  for (int r = 0; r < out_stride; r += kBlock) {
+    const int r_end = r + kBlock < out_stride ? r + kBlock : static_cast<int>(out_stride);
+    for (int c = 0; c < columns; ++c) {
+      for (int i = r; i < r_end; ++i) {
+        out[c * out_stride + i] = i < rows ? in[i * in_stride + c] : 0.0f;
+      }
+    }
+  }
+}
+
+void gdn_round(DotType type, int64_t count, const float* in, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = round_operand(type, in[i]);
+}
+
+void gdn_scalar_decay(const GdnScalarDecay& window) {
+  const int64_t stride = window.weight_stride;
+  float* exponents = window.exponents;
+  float* prefix = window.exponents + stride;
+  for (int64_t j = 0; j < stride; ++j) exponents[j] = prefix[j] = 0.0f;
+  float total = 0.0f;
+  for (int t = 0; t < window.records; ++t) {
+    const float g = window.g[t];
+    total += g;
+    prefix[t] = total;
+    const Lanes step = splat(g);
+    for (int j = 0; j < t; j += kLanes) store(exponents + j, load(exponents + j) + step);
+    exponents[t] = 0.0f;
+    if (t < window.first) continue;
+    for (int j = 0; j <= t; j += kLanes) {
+      const Lanes weight = exp2_lanes(load(exponents + j));
+      const int64_t at = t * stride + j;
+      store(window.weights + at, weight);
+      store(window.key_weights + at, weight * load(window.key_dots + at));
+      if (t >= window.first_query) {
+        store(window.query_weights + at, weight * load(window.query_dots + at));
+      }
+    }
+  }
+  for (int j = 0; j < window.records; j += kLanes) {
+    store(window.carried + j, exp2_lanes(load(prefix + j)));
+  }
+}
+
+void gdn_channel_decay(const GdnChannelDecay& window) {
+  const int key_dim = window.key_dim;
+  const int64_t stride = window.weight_stride, key_stride = window.key_stride;
+  float* step = window.step;
+  for (int64_t i = 0; i < key_dim * stride; ++i) window.decayed_keys[i] = 0.0f;
+  for (int64_t n = 0; n < key_stride; ++n) window.carried[n] = 1.0f;
+  for (int t = 0; t < window.records; ++t) {
+    const float* g = window.g + t * window.g_stride;
+    const float* k = window.k + t * key_stride;
+    for (int n = 0; n < key_dim; n += kLanes) {
+      const Lanes decay = exp2_lanes(load_part(g + n, key_dim - n < kLanes ? key_dim - n : kLanes));
+      store(step + n, decay);
+      store(window.carried + n, load(window.carried + n) * decay);
+    }
+    for (int n = 0; n < key_dim; ++n) {
+      float* keys = window.decayed_keys + n * stride;
+      const Lanes decay = splat(step[n]);
+      for (int j = 0; j < t; j += kLanes) store(keys + j, load(keys + j) * decay);
+      keys[t] = k[n];
+    }
+    if (t < window.first) continue;
+    for (int n = 0; n < key_dim; ++n) {
+      window.carried_k[t * key_stride + n] = round_operand(window.dot, window.carried[n] * k[n]);
+    }
+    const float* q = t >= window.first_query ? window.q + t * key_stride : nullptr;
+    if (q) {
+      for (int n = 0; n < key_dim; ++n) {
+        window.carried_q[t * key_stride + n] = window.carried[n] * q[n];
+      }
+    }
+    for (int j = 0; j <= t; j += kLanes) {
+      Lanes with_k = splat(0.0f), with_q = splat(0.0f);
+      for (int n = 0; n < key_dim; ++n) {
+        Lanes key = load(window.decayed_keys + n * stride + j);
+        if (window.dot != DotType::fp32) {
+          float lane[kLanes];
+          store(lane, key);
+          for (int i = 0; i < kLanes; ++i) lane[i] = round_operand(window.dot, lane[i]);
+          key = load(lane);
+        }
+        with_k = fma(splat(round_operand(window.dot, k[n])), key, with_k);
+        if (q) with_q = fma(splat(q[n]), key, with_q);
+      }
+      store(window.key_weights + t * stride + j, with_k);
+      if (q) store(window.query_weights + t * stride + j, with_q);
+    }
+  }
+}
+
+void gdn_correct(const GdnCorrection& window) {
+  const int64_t stride = window.value_stride;
+  for (int64_t p = 0; p < stride; p += kLanes) {
+    for (int t = window.first; t < window.last; ++t) {
+      const int64_t at = t * stride + p;
+      const float* key_weights = window.key_weights + t * window.weight_stride;
+      const float carried = window.carried ? window.carried[t] : 1.0f;
+      Lanes rest = fma(splat(-carried), load(window.read_k + at), load(window.v + at));
+      for (int j = 0; j < t; ++j) {
+        rest = fma(splat(-key_weights[j]), load(window.u + j * stride + p), rest);
+      }
+      const Lanes u = splat(window.beta[t]) * rest;
+      if (window.query_weights) {
+        const float* query_weights = window.query_weights + t * window.weight_stride;
+        Lanes o = splat(carried) * load(window.read_q + at);
+        for (int j = 0; j < t; ++j) {
+          o = fma(splat(query_weights[j]), load(window.u + j * stride + p), o);
+        }
+        store(window.o + at, fma(splat(query_weights[t]), u, o));
+      }
+      store(window.u + at, u);
+      if (window.round_u) {
+        for (int i = 0; i < kLanes; ++i) window.u[at + i] = round_mantissa(window.u[at + i], 16);
+      }
+    }
+  }
+}
+
+}  // namespace replayeval::REPLAYEVAL_SIMD_NAMESPACE
