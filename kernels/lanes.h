@@ -41,6 +41,10 @@ REPLAYEVAL_INLINE Lanes operator*(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v,
 REPLAYEVAL_INLINE Lanes operator/(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 /// a b + c
 REPLAYEVAL_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+/// The first `count` lanes of a, zeros after them.
+REPLAYEVAL_INLINE Lanes keep_first(Lanes a, int count) {
+  return {_mm512_maskz_mov_ps(lane_mask(count), a.v)};
+}
 /// x limited to [low, high]; NaN stays NaN.
 REPLAYEVAL_INLINE Lanes clamp(Lanes x, float low, float high) {
   return {_mm512_max_ps(_mm512_set1_ps(low), _mm512_min_ps(_mm512_set1_ps(high), x.v))};
@@ -90,6 +94,10 @@ REPLAYEVAL_INLINE Lanes operator/(Lanes a, Lanes b) {
 }
 REPLAYEVAL_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+REPLAYEVAL_INLINE Lanes keep_first(Lanes a, int count) {
+  return {_mm256_and_ps(a.low, _mm256_castsi256_ps(lane_mask(count))),
+          _mm256_and_ps(a.high, _mm256_castsi256_ps(lane_mask(count - 8)))};
 }
 REPLAYEVAL_INLINE Lanes clamp(Lanes x, float low, float high) {
   const __m256 l = _mm256_set1_ps(low), h = _mm256_set1_ps(high);
@@ -165,6 +173,10 @@ REPLAYEVAL_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) {
 #endif
   }
   return c;
+}
+REPLAYEVAL_INLINE Lanes keep_first(Lanes a, int count) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] = i < count ? a.v[i] : 0.0f;
+  return a;
 }
 REPLAYEVAL_INLINE Lanes clamp(Lanes x, float low, float high) {
   for (int i = 0; i < kLanes; ++i) {

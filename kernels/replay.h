@@ -86,12 +86,16 @@ class HeadState {
   float amax() { return state_amax(state(), shape_.elements()); }
 
  private:
+  std::byte* packed(StateRole role) const;
+  float* scratch(std::unique_ptr<float[]>* buffer) const;
+
   const StateRow* row_ = nullptr;
   const HeadPlan* plan_ = nullptr;
   StateShape shape_;
   int head_ = 0;
   int64_t capacity_ = 0;
   std::unique_ptr<float[]> state_buffer_, read_buffer_;
+  bool in_place_ = false;   // the recurrence checkpoint is used where it lies
   float* state_ = nullptr;  // null: not decoded yet
   const float* read_ = nullptr;
 };
@@ -101,6 +105,10 @@ class HeadState {
 /// message. Throws std::invalid_argument.
 void check_rows(const char* kernel, std::span<const StateRow> rows, size_t input_rows, int heads,
                 StateShape shape);
+
+/// The nearest value of the type, ties to even: 23, 10 (tf32) or 7 (bf16) mantissa bits. Infinity
+/// and NaN stay.
+float round_operand(DotType type, float x);
 
 /// 2^x of `count` numbers with the kernels' own exponential (kernels/lanes.h): exact for integers,
 /// relative error below 1.0e-7.
