@@ -1,0 +1,345 @@
+// Sixteen FP32 (or FP64) lanes as native vectors of the instruction-set level that the including
+// *_simd.cc file is compiled for. Every function works lane by lane with one rounding an operation,
+// so a lane's result does not depend on the others.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#include <immintrin.h>
+#endif
+
+#define REPLAYEVAL_INLINE inline __attribute__((always_inline))
+#define REPLAYEVAL_UNROLL _Pragma("GCC unroll 32")
+
+namespace replayeval::REPLAYEVAL_SIMD_NAMESPACE::wide {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+constexpr int kParts = 16 / kWidth;
+constexpr int kLanes = 16;
+
+typedef float NativeFloat __attribute__((vector_size(kWidth * 4)));
+typedef int32_t NativeInt __attribute__((vector_size(kWidth * 4)));
+typedef double NativeDouble __attribute__((vector_size(kWidth * 4)));
+typedef int64_t NativeLong __attribute__((vector_size(kWidth * 4)));
+typedef float NativeHalf __attribute__((vector_size(kWidth * 2)));
+typedef uint16_t NativeShort __attribute__((vector_size(kWidth * 2)));
+
+REPLAYEVAL_INLINE NativeFloat native_fma(NativeFloat a, NativeFloat b, NativeFloat c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+REPLAYEVAL_INLINE NativeDouble native_fma(NativeDouble a, NativeDouble b, NativeDouble c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_pd(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+REPLAYEVAL_INLINE NativeFloat native_sqrt(NativeFloat a) {
+#if defined(__AVX512F__)
+  return _mm512_sqrt_ps(a);
+#elif defined(__AVX2__)
+  return _mm256_sqrt_ps(a);
+#else
+  NativeFloat r = a;
+  for (int i = 0; i < kWidth; ++i) r[i] = __builtin_sqrtf(a[i]);
+  return r;
+#endif
+}
+
+struct I16 {
+  NativeInt v[kParts];
+};
+struct F16 {
+  NativeFloat v[kParts];
+};
+/// Lanes 0..15 in order, two native vectors for each of an F16.
+struct D16 {
+  NativeDouble v[2 * kParts];
+};
+
+#define REPLAYEVAL_LANEWISE(Type, Parts, op)                                     \
+  REPLAYEVAL_INLINE Type operator op(const Type& a, const Type& b) {             \
+    Type r;                                                                      \
+    REPLAYEVAL_UNROLL for (int i = 0; i < Parts; ++i) r.v[i] = a.v[i] op b.v[i]; \
+    return r;                                                                    \
+  }
+REPLAYEVAL_LANEWISE(F16, kParts, +)
+REPLAYEVAL_LANEWISE(F16, kParts, -)
+REPLAYEVAL_LANEWISE(F16, kParts, *)
+REPLAYEVAL_LANEWISE(F16, kParts, /)
+REPLAYEVAL_LANEWISE(I16, kParts, +)
+REPLAYEVAL_LANEWISE(I16, kParts, -)
+REPLAYEVAL_LANEWISE(I16, kParts, &)
+REPLAYEVAL_LANEWISE(I16, kParts, |)
+REPLAYEVAL_LANEWISE(D16, 2 * kParts, +)
+REPLAYEVAL_LANEWISE(D16, 2 * kParts, -)
+REPLAYEVAL_LANEWISE(D16, 2 * kParts, *)
+#undef REPLAYEVAL_LANEWISE
+
+REPLAYEVAL_INLINE F16 splat(float x) {
+  F16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = x - NativeFloat{};
+  return r;
+}
+REPLAYEVAL_INLINE I16 splat_int(int32_t x) {
+  I16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = x - NativeInt{};
+  return r;
+}
+REPLAYEVAL_INLINE D16 splat_double(double x) {
+  D16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < 2 * kParts; ++i) r.v[i] = x - NativeDouble{};
+  return r;
+}
+REPLAYEVAL_INLINE I16 lane_index() {
+  I16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kLanes; ++i) r.v[i / kWidth][i % kWidth] = i;
+  return r;
+}
+
+REPLAYEVAL_INLINE F16 load(const float* x) {
+  F16 r;
+  memcpy(&r, x, sizeof r);
+  return r;
+}
+REPLAYEVAL_INLINE void store(float* x, const F16& a) { memcpy(x, &a, sizeof a); }
+/// The first n lanes (n <= 16) from memory, `rest` in the others.
+REPLAYEVAL_INLINE F16 load_partial(const float* x, int64_t n, float rest = 0) {
+  if (n >= kLanes) return load(x);
+  float buffer[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) buffer[i] = i < n ? x[i] : rest;
+  return load(buffer);
+}
+REPLAYEVAL_INLINE void store_partial(float* x, const F16& a, int64_t n) {
+  if (n >= kLanes) {
+    store(x, a);
+    return;
+  }
+  float buffer[kLanes];
+  store(buffer, a);
+  for (int64_t i = 0; i < n; ++i) x[i] = buffer[i];
+}
+REPLAYEVAL_INLINE I16 load_int(const int32_t* x) {
+  I16 r;
+  memcpy(&r, x, sizeof r);
+  return r;
+}
+REPLAYEVAL_INLINE void store_int(int32_t* x, const I16& a) { memcpy(x, &a, sizeof a); }
+/// Sixteen 16-bit codes, zero-extended.
+REPLAYEVAL_INLINE I16 load_short(const void* x) {
+  I16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) {
+    NativeShort s;
+    memcpy(&s, static_cast<const char*>(x) + i * sizeof s, sizeof s);
+    r.v[i] = __builtin_convertvector(s, NativeInt);
+  }
+  return r;
+}
+/// The low 16 bits of each lane.
+REPLAYEVAL_INLINE void store_short(void* x, const I16& a) {
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) {
+    NativeShort s = __builtin_convertvector(a.v[i], NativeShort);
+    memcpy(static_cast<char*>(x) + i * sizeof s, &s, sizeof s);
+  }
+}
+
+REPLAYEVAL_INLINE F16 as_float(const I16& a) {
+  F16 r;
+  memcpy(&r, &a, sizeof r);
+  return r;
+}
+REPLAYEVAL_INLINE I16 as_int(const F16& a) {
+  I16 r;
+  memcpy(&r, &a, sizeof r);
+  return r;
+}
+REPLAYEVAL_INLINE I16 shift_left(const I16& a, int bits) {
+  I16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = a.v[i] << bits;
+  return r;
+}
+/// Arithmetic shift.
+REPLAYEVAL_INLINE I16 shift_right(const I16& a, int bits) {
+  I16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = a.v[i] >> bits;
+  return r;
+}
+
+/// a b + c, rounded once where the instruction set has FMA.
+REPLAYEVAL_INLINE F16 fma(const F16& a, const F16& b, const F16& c) {
+  F16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = native_fma(a.v[i], b.v[i], c.v[i]);
+  return r;
+}
+REPLAYEVAL_INLINE D16 fma(const D16& a, const D16& b, const D16& c) {
+  D16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < 2 * kParts; ++i) r.v[i] =
+      native_fma(a.v[i], b.v[i], c.v[i]);
+  return r;
+}
+REPLAYEVAL_INLINE F16 sqrt(const F16& a) {
+  F16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = native_sqrt(a.v[i]);
+  return r;
+}
+
+/// Comparisons give lanes of all ones or zeros; false for NaN (except !=).
+#define REPLAYEVAL_COMPARE(op)                                                    \
+  REPLAYEVAL_INLINE I16 operator op(const F16& a, const F16& b) {                 \
+    I16 r;                                                                        \
+    REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = a.v[i] op b.v[i]; \
+    return r;                                                                     \
+  }                                                                               \
+  REPLAYEVAL_INLINE I16 operator op(const I16& a, const I16& b) {                 \
+    I16 r;                                                                        \
+    REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = a.v[i] op b.v[i]; \
+    return r;                                                                     \
+  }
+REPLAYEVAL_COMPARE(<)
+REPLAYEVAL_COMPARE(>)
+REPLAYEVAL_COMPARE(==)
+REPLAYEVAL_COMPARE(!=)
+#undef REPLAYEVAL_COMPARE
+
+REPLAYEVAL_INLINE F16 select(const I16& mask, const F16& yes, const F16& no) {
+  F16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = mask.v[i] ? yes.v[i] : no.v[i];
+  return r;
+}
+REPLAYEVAL_INLINE I16 select(const I16& mask, const I16& yes, const I16& no) {
+  I16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) r.v[i] = mask.v[i] ? yes.v[i] : no.v[i];
+  return r;
+}
+/// a > b ? a : b; b when either is NaN.
+REPLAYEVAL_INLINE F16 max(const F16& a, const F16& b) { return select(a > b, a, b); }
+REPLAYEVAL_INLINE F16 min(const F16& a, const F16& b) { return select(a < b, a, b); }
+
+REPLAYEVAL_INLINE D16 to_double(const F16& a) {
+  D16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) {
+    NativeHalf low, high;
+    memcpy(&low, &a.v[i], sizeof low);
+    memcpy(&high, reinterpret_cast<const char*>(&a.v[i]) + sizeof low, sizeof high);
+    r.v[2 * i] = __builtin_convertvector(low, NativeDouble);
+    r.v[2 * i + 1] = __builtin_convertvector(high, NativeDouble);
+  }
+  return r;
+}
+REPLAYEVAL_INLINE F16 to_float(const D16& a) {
+  F16 r;
+  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) {
+    NativeHalf low = __builtin_convertvector(a.v[2 * i], NativeHalf);
+    NativeHalf high = __builtin_convertvector(a.v[2 * i + 1], NativeHalf);
+    memcpy(&r.v[i], &low, sizeof low);
+    memcpy(reinterpret_cast<char*>(&r.v[i]) + sizeof low, &high, sizeof high);
+  }
+  return r;
+}
+
+/// Sum of the lanes as the tree ((0 + 8) + (4 + 12)) + ...: halves are folded, 8, 4, 2, 1.
+REPLAYEVAL_INLINE float sum(const F16& a) {
+  float x[kLanes];
+  store(x, a);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+  }
+  return x[0];
+}
+REPLAYEVAL_INLINE double sum(const D16& a) {
+  double x[kLanes];
+  memcpy(x, &a, sizeof x);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+  }
+  return x[0];
+}
+/// Largest lane; with NaN among them, some lane or NaN.
+REPLAYEVAL_INLINE float max_lane(const F16& a) {
+  float x[kLanes];
+  store(x, a);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+  }
+  return x[0];
+}
+
+/// BF16 code of each lane, to nearest even: add half of the last kept place less one, plus that
+/// place's bit, and cut. NaN keeps its upper bits and gets the quiet bit. 0x3f808000 (a tie) ->
+/// 0x3f80; 0x3f818000 -> 0x3f82.
+REPLAYEVAL_INLINE I16 bf16_code(const F16& a) {
+  const I16 bits = as_int(a);
+  const I16 odd = shift_right(bits, 16) & splat_int(1);
+  const I16 rounded = shift_right(bits + splat_int(0x7fff) + odd, 16);
+  return select(a != a, shift_right(bits, 16) | splat_int(0x40), rounded);
+}
+
+/// FP16 code of each lane, to nearest even, subnormals kept, overflow to inf.
+REPLAYEVAL_INLINE I16 fp16_code(const F16& a) {
+#if defined(__AVX512F__)
+  const __m256i codes =
+      _mm512_maskz_cvtps_ph(0xffff, a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return load_short(&codes);
+#elif defined(__F16C__)
+  const __m128i codes[2] = {_mm256_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                            _mm256_cvtps_ph(a.v[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  return load_short(codes);
+#else
+  const I16 bits = as_int(a);
+  const I16 sign = shift_right(bits, 16) & splat_int(0x8000);
+  const I16 magnitude = bits & splat_int(0x7fffffff);
+  // Normal: rebias the exponent (127 - 15 = 112) and round at bit 13. 0x477fefff is the last value
+  // below the tie with 2^16.
+  const I16 odd = shift_right(magnitude, 13) & splat_int(1);
+  const I16 normal = shift_right(magnitude - splat_int(112 << 23) + splat_int(0xfff) + odd, 13);
+  // Subnormal (below 2^-14): adding 0.5 leaves units of 2^-24 in the last places of the sum.
+  const I16 small = as_int(as_float(magnitude) + splat(0.5F)) - splat_int(0x3f000000);
+  I16 code = select(magnitude < splat_int(0x38800000), small, normal);
+  code = select(magnitude > splat_int(0x477fefff), splat_int(0x7c00), code);
+  const I16 quiet = (shift_right(magnitude, 13) & splat_int(0x3ff)) | splat_int(0x7e00);
+  return select(magnitude > splat_int(0x7f800000), quiet, code) | sign;
+#endif
+}
+
+/// Each lane rounded to the 16-bit type and widened again: BF16 by its bits, FP16 through its code
+/// in widen.
+REPLAYEVAL_INLINE F16 round_bf16(const F16& a) { return as_float(shift_left(bf16_code(a), 16)); }
+
+REPLAYEVAL_INLINE F16 widen_fp16_code(const I16& code) {
+#if defined(__AVX512F__)
+  __m256i codes;
+  store_short(&codes, code);
+  return {{_mm512_maskz_cvtph_ps(0xffff, codes)}};
+#elif defined(__F16C__)
+  __m128i codes[2];
+  store_short(codes, code);
+  return {{_mm256_cvtph_ps(codes[0]), _mm256_cvtph_ps(codes[1])}};
+#else
+  // Exponent and fraction moved to FP32's place read as value * 2^-112, subnormals included: 1.0 =
+  // 0x3c00 -> 2^-112.
+  const I16 magnitude = shift_left(code & splat_int(0x7fff), 13);
+  const I16 sign = shift_left(code & splat_int(0x8000), 16);
+  const I16 finite = as_int(as_float(magnitude) * splat(0x1p112F));
+  const I16 special = magnitude | splat_int(0x7f800000);
+  return as_float(select(magnitude > splat_int(0x0f7fffff), special, finite) | sign);
+#endif
+}
+REPLAYEVAL_INLINE F16 round_fp16(const F16& a) { return widen_fp16_code(fp16_code(a)); }
+
+}  // namespace replayeval::REPLAYEVAL_SIMD_NAMESPACE::wide
