@@ -1,0 +1,447 @@
+#include "models/state_store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace replayeval {
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+HeadPlan fp32_plan(HeadPlan plan) {
+  plan.recurrence = StateCodec{find_format("fp32"), Rounding::nearest_even};
+  plan.read.reset();
+  plan.gdn_fold = GdnFold::rederive;
+  return plan;
+}
+
+/// Keeps the last `keep` rows of `width` values of `source`, which holds `count` of them.
+void keep_tail(std::vector<float>& target, const float* source, int count, int keep, int width) {
+  target.resize(static_cast<size_t>(keep) * static_cast<size_t>(width));
+  if (target.empty()) return;
+  std::memcpy(target.data(), source + static_cast<int64_t>(count - keep) * width,
+              target.size() * sizeof(float));
+}
+
+}  // namespace
+
+StateStore::StateStore(const Shape& shape, std::span<const RowSpec> rows,
+                       const StatePrecision& baseline)
+    : shape_(shape), baseline_(baseline), rows_(rows.size()) {
+  for (size_t r = 0; r < rows.size(); ++r) reset(static_cast<int>(r), rows[r]);
+}
+
+void StateStore::reset(int r, const RowSpec& spec) {
+  Row& row = rows_[static_cast<size_t>(r)];
+  row = Row{};
+  row.spec = spec;
+  const size_t heads = static_cast<size_t>(shape_.heads);
+  row.plan_of_head.assign(heads, 0);
+  if (spec.precision.layers.contains(shape_.layer)) {
+    row.plans.push_back(head_plan(spec.precision));
+    for (size_t h = 0; h < heads; ++h) {
+      if (spec.precision.heads.contains(static_cast<int>(h))) continue;
+      if (row.plans.size() == 1) row.plans.push_back(head_plan(baseline_));
+      row.plan_of_head[h] = 1;
+    }
+  } else {
+    row.plans.push_back(head_plan(baseline_));
+  }
+  for (const HeadPlan& plan : row.plans) row.prompt_plans.push_back(fp32_plan(plan));
+  row.in_prompt = spec.prompt_tokens > 0;
+  row.pending.assign(row.plans.size(), 0);
+  auto cover = [&](const std::vector<HeadPlan>& plans) {
+    for (const HeadPlan& plan : plans) {
+      size_t memory = memory_bytes(*plan.recurrence.format, shape_.state);
+      row.recurrence_stride = std::max(
+          row.recurrence_stride, aligned(packed_bytes(*plan.recurrence.format, shape_.state)));
+      if (plan.read) {
+        row.read_stride =
+            std::max(row.read_stride, aligned(packed_bytes(*plan.read->format, shape_.state)));
+        memory += memory_bytes(*plan.read->format, shape_.state);
+      }
+      row.memory_stride = std::max(row.memory_stride, aligned(memory));
+    }
+  };
+  cover(row.plans);
+  if (row.in_prompt) cover(row.prompt_plans);
+  row.recurrence.assign(heads * row.recurrence_stride, std::byte{0});
+  row.read.assign(heads * row.read_stride, std::byte{0});
+  row.memory.assign(heads * row.memory_stride, std::byte{0});
+  row.health.assign(heads, HeadHealth{});
+  // The zero state is encoded like any other, so that every format's scales hold a legal value; it
+  // counts nothing.
+  const std::vector<HeadPlan>& first = row.in_prompt ? row.prompt_plans : row.plans;
+  const std::vector<float> zero(static_cast<size_t>(shape_.state.elements()), 0.0f);
+  for (size_t h = 0; h < heads; ++h) {
+    const HeadPlan& plan = first[row.plan_of_head[h]];
+    EncodeHealth ignored;
+    std::vector<std::byte> memory(row.memory_stride);
+    encode_head({plan.recurrence.format, Rounding::nearest_even}, shape_.state, zero.data(),
+                RandomKey{}, 0.0f, row.recurrence.data() + h * row.recurrence_stride, memory.data(),
+                &ignored);
+    if (plan.read) {
+      encode_head({plan.read->format, Rounding::nearest_even}, shape_.state, zero.data(),
+                  RandomKey{}, 0.0f, row.read.data() + h * row.read_stride,
+                  memory.data() + memory_bytes(*plan.recurrence.format, shape_.state), &ignored);
+    }
+  }
+}
+
+StateRow StateStore::view(Row& row, int64_t position) const {
+  StateRow view;
+  view.position = position;
+  view.stream = row.spec.stream;
+  view.plans = row.in_prompt ? row.prompt_plans : row.plans;
+  view.plan_of_head = row.plan_of_head.data();
+  view.pending = row.pending.data();
+  view.recurrence = row.recurrence.data();
+  view.recurrence_stride = row.recurrence_stride;
+  view.read = row.read.data();
+  view.read_stride = row.read_stride;
+  view.memory = row.memory.data();
+  view.memory_stride = row.memory_stride;
+  view.health = row.health.data();
+  return view;
+}
+
+void StateStore::gather_conv(int r, float* out) const {
+  const Row& row = rows_[static_cast<size_t>(r)];
+  const size_t wanted =
+      static_cast<size_t>(shape_.conv_kernel - 1) * static_cast<size_t>(shape_.channels);
+  std::fill_n(out, wanted - std::min(wanted, row.conv.size()), 0.0f);
+  std::copy(row.conv.begin(), row.conv.end(), out + (wanted - row.conv.size()));
+}
+
+void StateStore::gather(int r, float* channels, float* scalars, float* corrections) const {
+  const Row& row = rows_[static_cast<size_t>(r)];
+  std::copy(row.channels.begin(), row.channels.end(), channels);
+  std::copy(row.scalars.begin(), row.scalars.end(), scalars);
+  std::copy(row.corrections.begin(), row.corrections.end(), corrections);
+}
+
+void StateStore::advance(std::span<const int64_t> positions, std::span<const int> lengths,
+                         AdvanceMode mode, const Kernel& kernel, const Flush& flush) {
+  const size_t count = rows_.size();
+  std::vector<int> done(count, 0);
+  for (;;) {
+    std::vector<int> steps(count, 0);
+    std::vector<StateRow> views(count);
+    bool any = false;
+    for (size_t r = 0; r < count; ++r) {
+      Row& row = rows_[r];
+      const int64_t position = positions[r] + done[r];
+      int64_t step = lengths[r] - done[r];
+      if (row.in_prompt && step > 0) {
+        if (mode == AdvanceMode::verify)
+          throw std::invalid_argument("state store: a prompt cannot be a speculation");
+        int64_t end = row.spec.prompt_tokens;
+        if (row.spec.prefill_chunk > 0) {
+          end = std::min(end, (position / row.spec.prefill_chunk + 1) * row.spec.prefill_chunk);
+        }
+        step = std::min(step, end - position);
+      }
+      steps[r] = static_cast<int>(step);
+      any = any || step > 0;
+      views[r] = view(row, position);
+    }
+    if (!any) return;
+    kernel(views, done, steps);
+    for (size_t r = 0; r < count; ++r) {
+      Row& row = rows_[r];
+      done[r] += steps[r];
+      if (!row.in_prompt || steps[r] == 0) continue;
+      const int64_t position = positions[r] + done[r];
+      const bool ends = position == row.spec.prompt_tokens;
+      if (!ends && (row.spec.prefill_chunk == 0 || position % row.spec.prefill_chunk != 0))
+        continue;
+      StateRow self = view(row, position);
+      flush(self, static_cast<int>(r), done[r]);
+      hand_over(row, position - 1, !ends);
+    }
+  }
+}
+
+// The row's checkpoint holds the folded FP32 state of the prompt so far. It is encoded in the row's
+// own formats at `position`; where the prompt goes on (`keep_prompt`), the recurrence copy is
+// decoded again and FP32 continues from it.
+void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
+  const int64_t elements = shape_.state.elements();
+  std::vector<float> states(static_cast<size_t>(elements) * static_cast<size_t>(shape_.heads));
+  float amax = 0.0f;
+  for (int h = 0; h < shape_.heads; ++h) {
+    float* state = states.data() + h * elements;
+    const size_t head = static_cast<size_t>(h);
+    decode_head(*row.prompt_plans[row.plan_of_head[head]].recurrence.format, shape_.state,
+                row.recurrence.data() + head * row.recurrence_stride, state);
+    amax = std::max(amax, state_amax(state, elements));
+  }
+  for (int h = 0; h < shape_.heads; ++h) {
+    float* state = states.data() + h * elements;
+    const size_t head = static_cast<size_t>(h);
+    const HeadPlan& plan = row.plans[row.plan_of_head[head]];
+    RandomKey key{plan.seed,
+                  row.spec.stream,
+                  static_cast<uint32_t>(shape_.layer),
+                  static_cast<uint32_t>(h),
+                  static_cast<uint32_t>(position),
+                  StateRole::recurrence};
+    std::byte* packed = row.recurrence.data() + head * row.recurrence_stride;
+    std::byte* memory = row.memory.data() + head * row.memory_stride;
+    HeadHealth& health = row.health[head];
+    const uint64_t before = health.encode.non_finite;
+    encode_head(plan.recurrence, shape_.state, state, key, amax, packed, memory, &health.encode);
+    if (health.encode.non_finite > before && health.first_non_finite_position < 0) {
+      health.first_non_finite_position = position;
+    }
+    if (plan.read && !keep_prompt) {
+      key.role = StateRole::read;
+      EncodeHealth read_health;
+      encode_head(*plan.read, shape_.state, state, key, amax,
+                  row.read.data() + head * row.read_stride,
+                  memory + memory_bytes(*plan.recurrence.format, shape_.state), &read_health);
+      health.encode.saturated += read_health.saturated;
+      health.encode.clipped += read_health.clipped;
+      health.encode.vanished += read_health.vanished;
+    }
+    if (keep_prompt) {
+      decode_head(*plan.recurrence.format, shape_.state, packed, state);
+      EncodeHealth ignored;
+      encode_head(row.prompt_plans[row.plan_of_head[head]].recurrence, shape_.state, state, key,
+                  0.0f, packed, nullptr, &ignored);
+    }
+  }
+  if (!keep_prompt) row.in_prompt = false;
+}
+
+void StateStore::keep(int r, int tokens, AdvanceMode mode, const float* conv_inputs,
+                      const float* channels, const float* scalars, const float* corrections) {
+  if (tokens == 0) return;
+  Row& row = rows_[static_cast<size_t>(r)];
+  const int total = row.records + tokens;
+  row.uncommitted = mode == AdvanceMode::verify ? tokens : 0;
+  const int pending = *std::max_element(row.pending.begin(), row.pending.end());
+  const int kept = std::min(total, pending + row.uncommitted);
+  keep_tail(row.channels, channels, total, kept, shape_.channels);
+  keep_tail(row.scalars, scalars, total, kept, shape_.scalars);
+  keep_tail(row.corrections, corrections, total, kept, shape_.corrections);
+  row.records = kept;
+  const int taps = shape_.conv_kernel - 1;
+  keep_tail(row.conv, conv_inputs, taps + tokens, taps + row.uncommitted, shape_.channels);
+}
+
+void StateStore::commit(int r, int accepted) {
+  Row& row = rows_[static_cast<size_t>(r)];
+  const int dropped = row.uncommitted - accepted;
+  if (accepted < 0 || dropped < 0) {
+    throw std::invalid_argument("commit: " + std::to_string(accepted) + " of " +
+                                std::to_string(row.uncommitted) + " uncommitted tokens");
+  }
+  auto drop = [&](std::vector<float>& values, int width) {
+    values.resize(values.size() - static_cast<size_t>(dropped) * static_cast<size_t>(width));
+  };
+  drop(row.channels, shape_.channels);
+  drop(row.scalars, shape_.scalars);
+  drop(row.corrections, shape_.corrections);
+  drop(row.conv, shape_.channels);
+  const size_t taps =
+      static_cast<size_t>(shape_.conv_kernel - 1) * static_cast<size_t>(shape_.channels);
+  row.conv.erase(row.conv.begin(), row.conv.end() - static_cast<std::ptrdiff_t>(taps));
+  row.records -= dropped;
+  for (int& pending : row.pending) pending += accepted;
+  row.uncommitted = 0;
+}
+
+const StateCodec& StateStore::codec(const Row& row, int head, StateRole role) const {
+  const std::vector<HeadPlan>& plans = row.in_prompt ? row.prompt_plans : row.plans;
+  const HeadPlan& plan = plans[row.plan_of_head[static_cast<size_t>(head)]];
+  return role == StateRole::read && plan.read ? *plan.read : plan.recurrence;
+}
+
+void StateStore::decode(int r, int head, StateRole role, float* out) const {
+  const Row& row = rows_[static_cast<size_t>(r)];
+  const StateCodec& chosen = codec(row, head, role);
+  const bool separate = &chosen != &codec(row, head, StateRole::recurrence);
+  const std::byte* packed =
+      separate ? row.read.data() + static_cast<size_t>(head) * row.read_stride
+               : row.recurrence.data() + static_cast<size_t>(head) * row.recurrence_stride;
+  decode_head(*chosen.format, shape_.state, packed, out);
+}
+
+int StateStore::pending(int r, int head) const {
+  const Row& row = rows_[static_cast<size_t>(r)];
+  return row.pending[row.plan_of_head[static_cast<size_t>(head)]];
+}
+
+StoreHealth StateStore::health(int r) const {
+  StoreHealth total;
+  const std::vector<HeadHealth>& heads = rows_[static_cast<size_t>(r)].health;
+  for (size_t h = 0; h < heads.size(); ++h) {
+    const EncodeHealth& e = heads[h].encode;
+    total.encode.elements += e.elements;
+    total.encode.non_finite += e.non_finite;
+    total.encode.saturated += e.saturated;
+    total.encode.clipped += e.clipped;
+    total.encode.vanished += e.vanished;
+    const int64_t first = heads[h].first_non_finite_position;
+    if (first >= 0 &&
+        (total.first_non_finite_position < 0 || first < total.first_non_finite_position)) {
+      total.first_non_finite_position = first;
+      total.first_non_finite_head = static_cast<int>(h);
+    }
+  }
+  return total;
+}
+
+size_t StateStore::checkpoint_bytes(int r) const {
+  const Row& row = rows_[static_cast<size_t>(r)];
+  size_t bytes = 0;
+  for (uint8_t plan_index : row.plan_of_head) {
+    const HeadPlan& plan = row.plans[plan_index];
+    bytes += packed_bytes(*plan.recurrence.format, shape_.state);
+    if (plan.read) bytes += packed_bytes(*plan.read->format, shape_.state);
+  }
+  return bytes;
+}
+
+std::span<const std::byte> StateStore::packed(int r, StateRole role) const {
+  const Row& row = rows_[static_cast<size_t>(r)];
+  return role == StateRole::recurrence ? row.recurrence : row.read;
+}
+
+std::optional<StateStore::Shape> state_shape(const Mixer& mixer, int layer) {
+  StateStore::Shape shape;
+  shape.layer = layer;
+  if (const auto* mamba = std::get_if<Mamba2Spec>(&mixer)) {
+    shape.heads = mamba->heads;
+    shape.state = {mamba->head_dim, mamba->state_dim};
+    shape.conv_kernel = mamba->conv_kernel;
+    shape.channels = mamba->heads * mamba->head_dim + 2 * mamba->groups * mamba->state_dim;
+    shape.scalars = mamba->heads;
+    return shape;
+  }
+  if (const auto* gdn = std::get_if<GdnSpec>(&mixer)) {
+    shape.heads = gdn->value_heads;
+    shape.state = {gdn->value_dim, gdn->key_dim};
+    shape.conv_kernel = gdn->conv_kernel;
+    shape.channels = 2 * gdn->key_heads * gdn->key_dim + gdn->value_heads * gdn->value_dim;
+    shape.scalars = 2 * gdn->value_heads;
+    shape.corrections = gdn->value_heads * gdn->value_dim;
+    return shape;
+  }
+  return std::nullopt;
+}
+
+StateSet::StateSet(const ModelSpec& model, ComputeType compute, std::vector<RowSpec> rows,
+                   const StatePrecision& baseline, KernelForm form)
+    : rows_(std::move(rows)),
+      baseline_(baseline),
+      form_(form),
+      positions_(rows_.size(), 0),
+      uncommitted_(rows_.size(), 0) {
+  for (const Block& block : model.blocks) {
+    std::vector<Slot>& slots = slots_.emplace_back();
+    for (const Branch& branch : block.branches) {
+      Slot& slot = slots.emplace_back();
+      if (auto shape = state_shape(branch.mixer, block.layer)) {
+        slot.store = std::make_unique<StateStore>(*shape, rows_, baseline_);
+        slot.decay_sum.assign(static_cast<size_t>(shape->heads), 0.0);
+      } else if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
+        for (size_t r = 0; r < rows_.size(); ++r) {
+          slot.caches.emplace_back(attention->kv_heads, attention->head_dim,
+                                   compute == ComputeType::bf16 ? KvType::bf16 : KvType::fp32);
+        }
+      }
+    }
+  }
+}
+
+StateSet::~StateSet() = default;
+StateSet::StateSet(StateSet&&) noexcept = default;
+StateSet& StateSet::operator=(StateSet&&) noexcept = default;
+
+void StateSet::commit(std::span<const int> accepted) {
+  if (accepted.size() != rows_.size()) {
+    throw std::invalid_argument("commit: " + std::to_string(accepted.size()) +
+                                " counts, expected one a row (" + std::to_string(rows_.size()) +
+                                ")");
+  }
+  for (int r = 0; r < rows(); ++r) {
+    const size_t i = static_cast<size_t>(r);
+    if (accepted[i] < 0 || accepted[i] > uncommitted_[i]) {
+      throw std::invalid_argument("commit: row " + std::to_string(r) + ": " +
+                                  std::to_string(accepted[i]) + " of " +
+                                  std::to_string(uncommitted_[i]) + " uncommitted tokens");
+    }
+  }
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    positions_[i] += accepted[i];
+    uncommitted_[i] = 0;
+    for (auto& block : slots_) {
+      for (Slot& slot : block) {
+        if (slot.store) slot.store->commit(static_cast<int>(i), accepted[i]);
+        if (!slot.caches.empty()) slot.caches[i].truncate(positions_[i]);
+      }
+    }
+  }
+}
+
+void StateSet::reset(int r, const RowSpec& spec) {
+  const size_t i = static_cast<size_t>(r);
+  rows_[i] = spec;
+  positions_[i] = 0;
+  uncommitted_[i] = 0;
+  for (auto& block : slots_) {
+    for (Slot& slot : block) {
+      if (slot.store) slot.store->reset(r, spec);
+      if (!slot.caches.empty()) slot.caches[i].truncate(0);
+    }
+  }
+}
+
+std::vector<StateStore*> StateSet::stores() {
+  std::vector<StateStore*> all;
+  for (auto& block : slots_) {
+    for (Slot& slot : block) {
+      if (slot.store) all.push_back(slot.store.get());
+    }
+  }
+  return all;
+}
+
+std::vector<const StateStore*> StateSet::stores() const {
+  std::vector<StateStore*> all = const_cast<StateSet*>(this)->stores();
+  return {all.begin(), all.end()};
+}
+
+size_t StateSet::checkpoint_bytes(int r) const {
+  size_t bytes = 0;
+  for (const StateStore* store : stores()) bytes += store->checkpoint_bytes(r);
+  return bytes;
+}
+
+size_t StateSet::cache_bytes() const {
+  size_t bytes = 0;
+  for (const auto& block : slots_) {
+    for (const Slot& slot : block) {
+      for (const KvCache& cache : slot.caches) bytes += cache.bytes();
+    }
+  }
+  return bytes;
+}
+
+std::vector<std::vector<double>> StateSet::decay_sums() const {
+  std::vector<std::vector<double>> sums;
+  for (const auto& block : slots_) {
+    for (const Slot& slot : block) {
+      if (slot.store) sums.push_back(slot.decay_sum);
+    }
+  }
+  return sums;
+}
+
+}  // namespace replayeval

@@ -1,0 +1,179 @@
+// All that changes while a model runs: for every row (one sequence in one state precision) and
+// every layer the packed checkpoints, the ring of recent inputs, the last inputs of the
+// convolution, and the key-value cache.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kernels/attention.h"
+#include "kernels/gdn.h"
+#include "kernels/mamba2.h"
+#include "models/model.h"
+#include "models/state_precision.h"
+
+namespace replayeval {
+
+/// What one row of a StateSet is.
+struct RowSpec {
+  StatePrecision precision;
+  uint32_t stream = 0;        // low 30 bits of the document's or item's hash (base/hash.h)
+  int64_t prompt_tokens = 0;  // positions below run with FP32 state; then one encode, h = 0
+  int64_t prefill_chunk = 0;  // > 0: encode and decode every so many prompt tokens
+};
+
+/// Counts over the heads of one layer of one row.
+struct StoreHealth {
+  EncodeHealth encode;
+  int64_t first_non_finite_position = -1;
+  int first_non_finite_head = -1;
+};
+
+/// Recurrent state of one layer, all rows. The mixer lays the call's records out with each row's
+/// ring before them
+/// (`gather`), advances, and hands the buffers back (`keep`).
+class StateStore {
+ public:
+  /// `channels` inputs of a convolution of `kernel` taps; a record has `width` convolved channels,
+  /// `scalars` FP32 values (dt; or decay and beta) and `corrections` values (u). `heads`, `shape`:
+  /// the state. Rows outside a precision's selection follow `baseline`.
+  struct Shape {
+    int layer = 0;
+    int heads = 0;
+    StateShape state;
+    int conv_kernel = 0;
+    int channels = 0;
+    int scalars = 0;
+    int corrections = 0;
+  };
+
+  StateStore(const Shape& shape, std::span<const RowSpec> rows, const StatePrecision& baseline);
+
+  const Shape& shape() const { return shape_; }
+  int rows() const { return static_cast<int>(rows_.size()); }
+  /// Records of row r that stand before its next token in gathered buffers.
+  int history(int row) const { return rows_[static_cast<size_t>(row)].records; }
+
+  /// Copies row r's last conv_kernel - 1 convolution inputs (zeros where there are none) to `out`
+  /// [conv_kernel - 1, channels].
+  void gather_conv(int row, float* out) const;
+  /// Copies row r's ring to [history, channels], [history, scalars], [history, corrections].
+  void gather(int row, float* channels, float* scalars, float* corrections) const;
+
+  /// Runs `kernel(rows, first, count)` over the tokens of a call, split where a row's prompt ends
+  /// or a prefill chunk ends; rows[r] covers tokens first[r] .. first[r] + count[r] - 1 of its
+  /// call. `flush(row, r, end)` folds row r's pending records, whose newest is its token end - 1.
+  using Kernel = std::function<void(std::span<StateRow>, std::span<const int> first,
+                                    std::span<const int> count)>;
+  using Flush = std::function<void(StateRow&, int row, int end)>;
+  void advance(std::span<const int64_t> positions, std::span<const int> lengths, AdvanceMode mode,
+               const Kernel& kernel, const Flush& flush);
+
+  /// Keeps what the next call needs of row r's buffers, each of which ends with the call's `tokens`
+  /// tokens. conv_inputs [conv_kernel - 1 + tokens, channels]; the others [history + tokens, ...].
+  void keep(int row, int tokens, AdvanceMode mode, const float* conv_inputs, const float* channels,
+            const float* scalars, const float* corrections);
+
+  /// Makes the first `accepted` of the row's uncommitted tokens final and forgets the rest.
+  void commit(int row, int accepted);
+
+  /// decode(R) or decode(C) of one head, FP32 [head_dim, state_dim].
+  void decode(int row, int head, StateRole role, float* out) const;
+  /// h: records since the last flush of the plan that `head` follows.
+  int pending(int row, int head) const;
+  StoreHealth health(int row) const;
+  std::span<const HeadHealth> head_health(int row) const {
+    return rows_[static_cast<size_t>(row)].health;
+  }
+  /// Packed bytes of both checkpoints of a row (what an engine would hold), without ring.
+  size_t checkpoint_bytes(int row) const;
+  std::span<const std::byte> packed(int row, StateRole role) const;
+
+  void reset(int row, const RowSpec& spec);
+
+ private:
+  struct Row {
+    RowSpec spec;
+    std::vector<HeadPlan>
+        plans;  // the precision's, then the baseline's where a selection leaves heads out
+    std::vector<HeadPlan> prompt_plans;  // the same windows with FP32 state
+    std::vector<uint8_t> plan_of_head;
+    std::vector<int> pending;
+    std::vector<std::byte> recurrence, read, memory;
+    size_t recurrence_stride = 0, read_stride = 0, memory_stride = 0;
+    bool in_prompt = false;
+    std::vector<HeadHealth> health;
+    int records = 0;      // in the ring, committed and drafts
+    int uncommitted = 0;  // newest of them
+    std::vector<float> channels, scalars, corrections;
+    std::vector<float> conv;  // last conv_kernel - 1 committed inputs, then the drafts'
+  };
+
+  StateRow view(Row& row, int64_t position) const;
+  void hand_over(Row& row, int64_t position, bool keep_prompt);
+  const StateCodec& codec(const Row& row, int head, StateRole role) const;
+
+  Shape shape_;
+  StatePrecision baseline_;
+  std::vector<Row> rows_;
+};
+
+/// The state of all rows of a model.
+class StateSet {
+ public:
+  StateSet(const ModelSpec& model, ComputeType compute, std::vector<RowSpec> rows,
+           const StatePrecision& baseline, KernelForm form);
+  ~StateSet();
+  StateSet(StateSet&&) noexcept;
+  StateSet& operator=(StateSet&&) noexcept;
+
+  int rows() const { return static_cast<int>(rows_.size()); }
+  const RowSpec& row(int r) const { return rows_[static_cast<size_t>(r)]; }
+  KernelForm form() const { return form_; }
+  /// Tokens committed so far = absolute position of the row's next token.
+  int64_t position(int r) const { return positions_[static_cast<size_t>(r)]; }
+
+  /// accepted[r] of row r's uncommitted tokens (of the last verify call) become final. Throws
+  /// std::invalid_argument beyond their number.
+  void commit(std::span<const int> accepted);
+  /// Empties row r for another document or item.
+  void reset(int r, const RowSpec& spec);
+
+  /// Recurrent layers in block order.
+  std::vector<StateStore*> stores();
+  std::vector<const StateStore*> stores() const;
+
+  /// Bytes that one row holds at a context of `tokens`: checkpoints (recurrence and read) and
+  /// key-value cache.
+  size_t checkpoint_bytes(int r) const;
+  size_t cache_bytes() const;
+
+  /// Sums over row 0's tokens of each head's decay 2^g, recurrent layers in block order:
+  /// [layers][heads].
+  std::vector<std::vector<double>> decay_sums() const;
+
+ private:
+  friend class Model;
+  struct Slot {  // one stateful branch of one block
+    std::unique_ptr<StateStore> store;
+    std::vector<KvCache> caches;    // a row each
+    std::vector<double> decay_sum;  // [heads], row 0
+  };
+
+  std::vector<RowSpec> rows_;
+  StatePrecision baseline_;
+  KernelForm form_;
+  std::vector<int64_t> positions_;
+  std::vector<int> uncommitted_;
+  std::vector<std::vector<Slot>> slots_;  // [block][branch]
+};
+
+/// Shape of a mixer's recurrent state; nothing for mixers without one.
+std::optional<StateStore::Shape> state_shape(const Mixer& mixer, int layer);
+
+}  // namespace replayeval
