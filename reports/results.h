@@ -124,12 +124,15 @@ struct StateDocument {
   std::vector<uint8_t> top1;
   std::vector<int64_t> error_positions;
   std::vector<float> error, error_read;
+  std::vector<LayerHealth> health;  // [layers]
 };
 
 struct StateReport {
   StateInfo info;
   std::vector<StateDocument> documents;
-  std::vector<LayerHealth> health;
+
+  /// Counts of all documents together, [layers].
+  std::vector<LayerHealth> health() const;
 };
 
 /// A whole report in memory. `token_ids[d]` holds as many ids as any state has measured of document

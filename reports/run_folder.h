@@ -64,8 +64,8 @@ enum class OpenMode : uint8_t {
 
 enum class PutOutcome : uint8_t { written, compared };
 
-/// Held while working on something; its file carries host, pid and a heartbeat (a thread of the
-/// RunFolder touches it). Released by the destructor. The RunFolder may be gone before.
+/// Held while working on something; its file carries machine, pid and a heartbeat, kept by a thread
+/// of the RunFolder, which has to live as long. Released by the destructor.
 class Claim {
  public:
   Claim(Claim&&) noexcept;
@@ -141,8 +141,8 @@ class RunFolder {
 
   /// The report of what is finished so far, in memory.
   Report report() const;
-  /// Writes report.h5 of what is finished so far; memory is that of one document. `finished` is the
-  /// time for RunInfo, empty while units are missing. Returns its path.
+  /// Writes report.h5 of what is finished so far. `finished` is the time for RunInfo, empty while
+  /// units are missing. Returns its path.
   std::filesystem::path assemble(const std::string& finished = {}) const;
 
  private:

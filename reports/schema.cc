@@ -1,0 +1,333 @@
+#include "reports/schema.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "reports/files.h"
+#include "reports/hdf5_image.h"
+
+namespace replayeval {
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+std::string state_group(size_t index) {
+  char name[32];
+  std::snprintf(name, sizeof name, "/states/%02zu", index);
+  return name;
+}
+
+int64_t dim(size_t size) { return static_cast<int64_t>(size); }
+
+template <class T, class Items, class Get>
+void write_column(Hdf5Writer& file, const std::string& path, const Items& items, Get get) {
+  std::vector<T> values;
+  for (const auto& item : items) values.push_back(static_cast<T>(get(item)));
+  file.dataset<T>(path, {dim(values.size())}, values);
+}
+
+std::string as_json(const std::map<std::string, std::string>& map) {
+  return nlohmann::json(map).dump();
+}
+
+std::map<std::string, std::string> from_json(const std::string& text) {
+  return nlohmann::json::parse(text).get<std::map<std::string, std::string>>();
+}
+
+int64_t head_count(const std::vector<LayerInfo>& layers) {
+  int64_t heads = 0;
+  for (const LayerInfo& layer : layers) heads = std::max<int64_t>(heads, layer.heads);
+  return heads;
+}
+
+/// Each string field of RunInfo that is an attribute of the root, in one table for writing and
+/// reading.
+struct RunField {
+  const char* name;
+  std::string RunInfo::*member;
+};
+constexpr RunField kRunFields[] = {
+    {"job", &RunInfo::job},
+    {"created", &RunInfo::created},
+    {"finished", &RunInfo::finished},
+    {"experiment", &RunInfo::experiment},
+    {"model", &RunInfo::model},
+    {"model_sha256", &RunInfo::model_sha256},
+    {"family", &RunInfo::family},
+    {"tokenizer", &RunInfo::tokenizer},
+    {"tokenizer_sha256", &RunInfo::tokenizer_sha256},
+    {"data", &RunInfo::data},
+    {"data_sha256", &RunInfo::data_sha256},
+    {"revision", &RunInfo::revision},
+    {"compiler", &RunInfo::compiler},
+    {"device", &RunInfo::device},
+    {"compute", &RunInfo::compute},
+    {"dense", &RunInfo::dense},
+    {"baseline", &RunInfo::baseline},
+};
+
+struct StateField {
+  const char* name;
+  std::string StateInfo::*member;
+};
+constexpr StateField kStateFields[] = {
+    {"name", &StateInfo::name},
+    {"definition", &StateInfo::definition},
+    {"sha256", &StateInfo::sha256},
+    {"recurrence", &StateInfo::recurrence},
+    {"read", &StateInfo::read},
+    {"recurrence_rounding", &StateInfo::recurrence_rounding},
+    {"read_rounding", &StateInfo::read_rounding},
+};
+
+void write_errors(Hdf5Writer& file, const std::string& group, const Report& report,
+                  const StateReport& state) {
+  size_t samples = 0;
+  bool read = false;
+  for (const StateDocument& document : state.documents) {
+    samples = std::max(samples, document.error_positions.size());
+    read = read || !document.error_read.empty();
+  }
+  if (samples == 0) return;
+  const int64_t documents = dim(state.documents.size());
+  const int64_t layers = dim(report.layers.size());
+  const int64_t heads = head_count(report.layers);
+  const size_t block = samples * static_cast<size_t>(layers * heads);
+  std::vector<int64_t> positions(static_cast<size_t>(documents) * samples, -1);
+  std::vector<float> error(static_cast<size_t>(documents) * block, kNaN);
+  std::vector<float> error_read(read ? error.size() : 0, kNaN);
+  for (size_t d = 0; d < state.documents.size(); ++d) {
+    const StateDocument& document = state.documents[d];
+    std::copy(document.error_positions.begin(), document.error_positions.end(),
+              positions.begin() + static_cast<std::ptrdiff_t>(d * samples));
+    std::copy(document.error.begin(), document.error.end(),
+              error.begin() + static_cast<std::ptrdiff_t>(d * block));
+    std::copy(document.error_read.begin(), document.error_read.end(),
+              error_read.begin() + static_cast<std::ptrdiff_t>(d * block));
+  }
+  file.dataset<int64_t>(group + "/state_error_position", {documents, dim(samples)}, positions);
+  file.dataset<float>(group + "/state_error", {documents, dim(samples), layers, heads}, error);
+  if (read)
+    file.dataset<float>(group + "/state_error_read", {documents, dim(samples), layers, heads},
+                        error_read);
+}
+
+void write_state(Hdf5Writer& file, const std::string& group, const Report& report,
+                 const StateReport& state) {
+  file.group(group);
+  for (const StateField& field : kStateFields)
+    file.attribute<std::string>(group, field.name, state.info.*field.member);
+  file.attribute<int64_t>(group, "window", state.info.window);
+  file.attribute<uint64_t>(group, "seed", state.info.seed);
+  file.attribute<std::string>(group, "options", as_json(state.info.options));
+  file.attribute<double>(group, "bits_per_element", state.info.bits_per_element);
+  file.attribute<int64_t>(group, "bytes_per_sequence", state.info.bytes_per_sequence);
+
+  const int64_t documents = dim(state.documents.size());
+  int64_t columns = 0;
+  for (const DocumentInfo& document : report.documents)
+    columns = std::max(columns, document.tokens);
+  file.table<float>(group + "/kl", documents, columns, kNaN);
+  file.table<float>(group + "/nll", documents, columns, kNaN);
+  file.table<uint8_t>(group + "/top1", documents, columns, kNoTop1);
+  std::vector<int64_t> first, length, nll_length;
+  std::vector<LayerHealth> health;
+  for (size_t d = 0; d < state.documents.size(); ++d) {
+    const StateDocument& document = state.documents[d];
+    file.write_row<float>(group + "/kl", dim(d), document.kl);
+    file.write_row<float>(group + "/nll", dim(d), document.nll);
+    file.write_row<uint8_t>(group + "/top1", dim(d), document.top1);
+    first.push_back(document.first_position);
+    length.push_back(std::max<int64_t>(0, document.length - document.first_position));
+    bool whole = document.length == report.documents[d].tokens;
+    nll_length.push_back(std::max<int64_t>(0, length.back() - (whole ? 1 : 0)));
+    std::vector<LayerHealth> row = document.health;
+    row.resize(report.layers.size());
+    health.insert(health.end(), row.begin(), row.end());
+  }
+  for (const char* name : {"/kl", "/nll", "/top1"}) {
+    file.attribute_list<int64_t>(group + name, "first_position", first);
+    file.attribute_list<int64_t>(group + name, "length",
+                                 name == std::string("/nll") ? nll_length : length);
+  }
+  file.attribute<std::string>(group + "/kl", "unit", "nats");
+  file.attribute<std::string>(group + "/nll", "unit", "nats");
+  file.dataset<LayerHealth>(group + "/health", {documents, dim(report.layers.size())}, health);
+  write_errors(file, group, report, state);
+}
+
+}  // namespace
+
+void write_report(const Report& report, const std::filesystem::path& path) {
+  const size_t documents = report.documents.size();
+  for (const StateReport& state : report.states) {
+    if (state.documents.size() != documents) {
+      throw std::invalid_argument("write_report: state " + state.info.name + " has " +
+                                  std::to_string(state.documents.size()) + " documents, expected " +
+                                  std::to_string(documents));
+    }
+  }
+  Hdf5Writer file(path.string());
+  file.attribute<std::string>("/", "schema", kSchema);
+  checksum_placeholder(file);
+  for (const RunField& field : kRunFields)
+    file.attribute<std::string>("/", field.name, report.run.*field.member);
+  file.attribute<std::string>("/", "versions", as_json(report.run.versions));
+  file.attribute<int64_t>("/", "window", report.run.window);
+  file.attribute<uint64_t>("/", "seed", report.run.seed);
+  file.attribute<int64_t>("/", "vocabulary", report.run.vocabulary);
+  file.attribute<int64_t>("/", "prompt_tokens", report.run.prompt_tokens);
+  file.attribute<int64_t>("/", "threads", report.run.threads);
+
+  write_column<std::string>(file, "/documents/id", report.documents, [](auto& d) { return d.id; });
+  write_column<std::string>(file, "/documents/title", report.documents,
+                            [](auto& d) { return d.title; });
+  write_column<int64_t>(file, "/documents/tokens", report.documents,
+                        [](auto& d) { return d.tokens; });
+  write_column<std::string>(file, "/documents/sha256", report.documents,
+                            [](auto& d) { return d.sha256; });
+  write_column<uint32_t>(file, "/documents/stream", report.documents,
+                         [](auto& d) { return d.stream; });
+  int64_t columns = 0;
+  for (const DocumentInfo& document : report.documents)
+    columns = std::max(columns, document.tokens);
+  file.table<int32_t>("/documents/token_ids", dim(documents), columns, -1);
+  std::vector<int64_t> lengths(documents, 0);
+  for (size_t d = 0; d < std::min(documents, report.token_ids.size()); ++d) {
+    file.write_row<int32_t>("/documents/token_ids", dim(d), report.token_ids[d]);
+    lengths[d] = dim(report.token_ids[d].size());
+  }
+  file.attribute_list<int64_t>("/documents/token_ids", "length", lengths);
+
+  write_column<int32_t>(file, "/layers/index", report.layers, [](auto& l) { return l.index; });
+  write_column<std::string>(file, "/layers/kind", report.layers, [](auto& l) { return l.kind; });
+  write_column<int32_t>(file, "/layers/heads", report.layers, [](auto& l) { return l.heads; });
+  const int64_t heads = head_count(report.layers);
+  std::vector<float> decays;
+  for (const LayerInfo& layer : report.layers) {
+    for (int64_t h = 0; h < heads; ++h) {
+      decays.push_back(h < dim(layer.mean_decay.size()) ? layer.mean_decay[static_cast<size_t>(h)]
+                                                        : kNaN);
+    }
+  }
+  file.dataset<float>("/layers/mean_decay", {dim(report.layers.size()), heads}, decays);
+
+  file.group("/states");
+  for (size_t s = 0; s < report.states.size(); ++s)
+    write_state(file, state_group(s), report, report.states[s]);
+
+  std::vector<std::byte> bytes = file.finish();
+  seal_checksum(bytes);
+  replace_file(path, bytes);
+}
+
+Report read_report(const std::filesystem::path& path) {
+  std::optional<std::vector<std::byte>> bytes = read_file(path);
+  if (!bytes) throw std::runtime_error(path.string() + ": no such file");
+  std::string wrong = check_checksum(*bytes);
+  if (!wrong.empty()) {
+    throw std::runtime_error(path.string() + ": is no report of this program or is damaged: " +
+                             wrong + "; assemble it anew from its run folder");
+  }
+  Hdf5Reader file(path.string(), *bytes);
+  std::string schema =
+      file.has_attribute("/", "schema") ? file.attribute<std::string>("/", "schema") : "none";
+  if (schema != kSchema) {
+    throw std::runtime_error(path.string() + ": schema is " + schema + ", expected " + kSchema);
+  }
+  Report report;
+  report.path = path.string();
+  for (const RunField& field : kRunFields)
+    report.run.*field.member = file.attribute<std::string>("/", field.name);
+  report.run.versions = from_json(file.attribute<std::string>("/", "versions"));
+  report.run.window = static_cast<int>(file.attribute<int64_t>("/", "window"));
+  report.run.seed = file.attribute<uint64_t>("/", "seed");
+  report.run.vocabulary = file.attribute<int64_t>("/", "vocabulary");
+  report.run.prompt_tokens = file.attribute<int64_t>("/", "prompt_tokens");
+  report.run.threads = static_cast<int>(file.attribute<int64_t>("/", "threads"));
+
+  auto ids = file.dataset<std::string>("/documents/id");
+  auto titles = file.dataset<std::string>("/documents/title");
+  auto tokens = file.dataset<int64_t>("/documents/tokens");
+  auto hashes = file.dataset<std::string>("/documents/sha256");
+  auto streams = file.dataset<uint32_t>("/documents/stream");
+  auto lengths = file.attribute_list<int64_t>("/documents/token_ids", "length");
+  for (size_t d = 0; d < ids.size(); ++d) {
+    report.documents.push_back({ids[d], titles.at(d), tokens.at(d), hashes.at(d), streams.at(d)});
+    report.token_ids.push_back(file.row<int32_t>("/documents/token_ids", dim(d), lengths.at(d)));
+  }
+
+  auto indices = file.dataset<int32_t>("/layers/index");
+  auto kinds = file.dataset<std::string>("/layers/kind");
+  auto head_counts = file.dataset<int32_t>("/layers/heads");
+  auto decays = file.dataset<float>("/layers/mean_decay");
+  const size_t decay_heads = indices.empty() ? 0 : decays.size() / indices.size();
+  for (size_t i = 0; i < indices.size(); ++i) {
+    LayerInfo layer{indices[i], kinds.at(i), head_counts.at(i), {}};
+    for (size_t h = 0; h < static_cast<size_t>(layer.heads); ++h) {
+      layer.mean_decay.push_back(decays.at(i * decay_heads + h));
+    }
+    if (std::all_of(layer.mean_decay.begin(), layer.mean_decay.end(),
+                    [](float x) { return std::isnan(x); })) {
+      layer.mean_decay.clear();
+    }
+    report.layers.push_back(std::move(layer));
+  }
+
+  const size_t count = file.members("/states").size();
+  const size_t layers = report.layers.size();
+  for (size_t s = 0; s < count; ++s) {
+    const std::string group = state_group(s);
+    StateReport state;
+    for (const StateField& field : kStateFields)
+      state.info.*field.member = file.attribute<std::string>(group, field.name);
+    state.info.window = static_cast<int>(file.attribute<int64_t>(group, "window"));
+    state.info.seed = file.attribute<uint64_t>(group, "seed");
+    state.info.options = from_json(file.attribute<std::string>(group, "options"));
+    state.info.bits_per_element = file.attribute<double>(group, "bits_per_element");
+    state.info.bytes_per_sequence = file.attribute<int64_t>(group, "bytes_per_sequence");
+    auto first = file.attribute_list<int64_t>(group + "/kl", "first_position");
+    auto length = file.attribute_list<int64_t>(group + "/kl", "length");
+    auto health = file.dataset<LayerHealth>(group + "/health");
+    std::vector<int64_t> positions, error_dims;
+    std::vector<float> error, error_read;
+    size_t samples = 0;
+    if (file.has(group + "/state_error")) {
+      positions = file.dataset<int64_t>(group + "/state_error_position");
+      error = file.dataset<float>(group + "/state_error");
+      if (file.has(group + "/state_error_read"))
+        error_read = file.dataset<float>(group + "/state_error_read");
+      samples = ids.empty() ? 0 : positions.size() / ids.size();
+    }
+    const size_t block = positions.empty() ? 0 : error.size() / positions.size();
+    for (size_t d = 0; d < ids.size(); ++d) {
+      StateDocument document;
+      document.first_position = first.at(d);
+      document.length = length.at(d) == 0 ? 0 : first.at(d) + length.at(d);
+      document.kl = file.row<float>(group + "/kl", dim(d), document.length);
+      document.nll = file.row<float>(group + "/nll", dim(d), document.length);
+      document.top1 = file.row<uint8_t>(group + "/top1", dim(d), document.length);
+      document.health.assign(health.begin() + static_cast<std::ptrdiff_t>(d * layers),
+                             health.begin() + static_cast<std::ptrdiff_t>((d + 1) * layers));
+      for (size_t i = 0; i < samples && positions[d * samples + i] >= 0; ++i) {
+        document.error_positions.push_back(positions[d * samples + i]);
+        auto begin = static_cast<std::ptrdiff_t>((d * samples + i) * block);
+        auto end = begin + static_cast<std::ptrdiff_t>(block);
+        document.error.insert(document.error.end(), error.begin() + begin, error.begin() + end);
+        if (!error_read.empty()) {
+          document.error_read.insert(document.error_read.end(), error_read.begin() + begin,
+                                     error_read.begin() + end);
+        }
+      }
+      state.documents.push_back(std::move(document));
+    }
+    report.states.push_back(std::move(state));
+  }
+  return report;
+}
+
+}  // namespace replayeval
