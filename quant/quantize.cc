@@ -1,0 +1,212 @@
+#include "quant/quantize.h"
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "quant/codec_library.h"
+#include "quant/quantize_core.h"
+#include "quant/state_format.h"
+
+namespace replayeval {
+namespace {
+
+/// Bytes at the start of a residual memory: how many encodings it has seen. Before the first the
+/// residual is zero whatever zero bytes decode to.
+constexpr size_t kResidualHeader = 16;
+
+/// In-place orthonormal Walsh-Hadamard transform of `count` numbers `stride` apart: butterflies of
+/// distance 1, 2, 4, ..., then one product with 1 / sqrt(count) in FP32. It is its own inverse.
+void hadamard(float* x, int count, int stride) {
+  for (int distance = 1; distance < count; distance *= 2) {
+    for (int start = 0; start < count; start += 2 * distance) {
+      for (int i = start; i < start + distance; ++i) {
+        float a = x[static_cast<size_t>(i) * stride];
+        float b = x[static_cast<size_t>(i + distance) * stride];
+        x[static_cast<size_t>(i) * stride] = a + b;
+        x[static_cast<size_t>(i + distance) * stride] = a - b;
+      }
+    }
+  }
+  float factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(count)));
+  for (int i = 0; i < count; ++i) x[static_cast<size_t>(i) * stride] *= factor;
+}
+
+void transform(const FormatDescriptor& d, StateShape shape, float* x) {
+  if (d.hadamard == Axis::state_dim) {
+    int size = d.hadamard_size > 0 ? d.hadamard_size : shape.state_dim;
+    for (int64_t start = 0; start < shape.elements(); start += size) hadamard(x + start, size, 1);
+  } else if (d.hadamard == Axis::head_dim) {
+    int size = d.hadamard_size > 0 ? d.hadamard_size : shape.head_dim;
+    for (int r = 0; r < shape.head_dim; r += size) {
+      for (int c = 0; c < shape.state_dim; ++c) {
+        hadamard(x + static_cast<size_t>(r) * shape.state_dim + c, size, shape.state_dim);
+      }
+    }
+  }
+}
+
+/// c_n = max over rows of |x|, 1 if 0; x becomes x / c. Returns c.
+std::vector<float> divide_columns(StateShape shape, float* x) {
+  std::vector<float> scale(static_cast<size_t>(shape.state_dim), 0.0f);
+  for (int r = 0; r < shape.head_dim; ++r) {
+    const float* row = x + static_cast<size_t>(r) * shape.state_dim;
+    for (int c = 0; c < shape.state_dim; ++c) scale[c] = larger(scale[c], amax_term(row[c]));
+  }
+  for (float& s : scale) s = s > 0 ? s : 1.0f;
+  for (int r = 0; r < shape.head_dim; ++r) {
+    float* row = x + static_cast<size_t>(r) * shape.state_dim;
+    for (int c = 0; c < shape.state_dim; ++c) row[c] = row[c] / scale[c];
+  }
+  return scale;
+}
+
+float fixed_scale(const StateFormat& format, const RandomKey& key) {
+  if (format.descriptor.span != Span::fixed) return 0;
+  for (const FixedScale& s : format.fixed_scales) {
+    if (s.layer == static_cast<int>(key.layer) && s.head == static_cast<int>(key.head))
+      return s.scale;
+  }
+  throw std::invalid_argument(format.name + ": no scale for layer " + std::to_string(key.layer) +
+                              ", head " + std::to_string(key.head) +
+                              "; the file of scales needs one line for each");
+}
+
+/// encode_head without residual; `state` is what is rounded. The number of non-finite elements goes
+/// to counts.
+void encode_plain(const StateFormat& format, Rounding rounding, StateShape shape,
+                  const float* state, const RandomKey& key, uint32_t role_offset, float span_amax,
+                  std::byte* packed, EncodeCounts* counts) {
+  const FormatDescriptor& d = format.descriptor;
+  EncodeTask task;
+  task.descriptor = &d;
+  task.layout = packed_layout(d, shape.head_dim, shape.state_dim);
+  task.stochastic = rounding == Rounding::stochastic && d.element != ElementKind::fp32;
+  task.key = philox_key(key, role_offset);
+  task.layer_amax = span_amax;
+  task.fixed_scale = fixed_scale(format, key);
+  task.packed = packed;
+  if (d.hadamard == Axis::none && !d.column_scale) {
+    task.x = state;
+    encode_reference(task, counts);
+    return;
+  }
+  std::vector<float> work(state, state + shape.elements());
+  uint64_t non_finite = count_non_finite(state, shape.elements());
+  transform(d, shape, work.data());
+  if (d.column_scale) {
+    std::vector<float> scale = divide_columns(shape, work.data());
+    std::memcpy(packed + task.layout.columns, scale.data(), scale.size() * sizeof(float));
+  }
+  task.x = work.data();
+  encode_reference(task, counts);
+  counts->non_finite = non_finite;
+}
+
+void decode_plain(const StateFormat& format, StateShape shape, const std::byte* packed,
+                  float* state) {
+  const FormatDescriptor& d = format.descriptor;
+  PackedLayout layout = packed_layout(d, shape.head_dim, shape.state_dim);
+  decode_reference(d, layout, packed, state);
+  if (d.column_scale) {
+    std::vector<float> scale(static_cast<size_t>(shape.state_dim));
+    std::memcpy(scale.data(), packed + layout.columns, scale.size() * sizeof(float));
+    for (int r = 0; r < shape.head_dim; ++r) {
+      float* row = state + static_cast<size_t>(r) * shape.state_dim;
+      for (int c = 0; c < shape.state_dim; ++c) row[c] = row[c] * scale[c];
+    }
+  }
+  transform(d, shape, state);
+}
+
+}  // namespace
+
+PhiloxKey philox_key(const RandomKey& key, uint32_t role_offset) {
+  PhiloxKey p;
+  p.key0 = static_cast<uint32_t>(key.seed);
+  p.key1 = static_cast<uint32_t>(key.seed >> 32);
+  p.counter1 = key.head + (key.layer << 16);
+  p.counter2 = key.position;
+  p.counter3 = static_cast<uint32_t>(key.role) + role_offset + 4 * key.stream;
+  return p;
+}
+
+size_t packed_bytes(const StateFormat& format, StateShape shape) {
+  check_shape(format, shape);
+  if (format.library)
+    return format.library->codec().packed_bytes({shape.head_dim, shape.state_dim});
+  return packed_layout(format.descriptor, shape.head_dim, shape.state_dim).total;
+}
+
+size_t memory_bytes(const StateFormat& format, StateShape shape) {
+  check_shape(format, shape);
+  if (format.library)
+    return format.library->codec().memory_bytes({shape.head_dim, shape.state_dim});
+  return format.residual ? kResidualHeader + packed_bytes(*format.residual, shape) : 0;
+}
+
+float state_amax(const float* state, int64_t count) {
+  float amax = 0;
+  for (int64_t i = 0; i < count; ++i) amax = larger(amax, amax_term(state[i]));
+  return amax;
+}
+
+uint64_t count_non_finite(const float* state, int64_t count) {
+  uint64_t non_finite = 0;
+  for (int64_t i = 0; i < count; ++i) non_finite += magnitude(state[i]) <= kFloatMax ? 0 : 1;
+  return non_finite;
+}
+
+void encode_head(const StateCodec& codec, StateShape shape, const float* state,
+                 const RandomKey& key, float span_amax, std::byte* packed, std::byte* memory,
+                 EncodeHealth* health) {
+  const StateFormat& format = *codec.format;
+  health->elements += static_cast<uint64_t>(shape.elements());
+  if (format.library) {
+    health->non_finite += count_non_finite(state, shape.elements());
+    encode_library(*format.library, codec.rounding, shape, state, key, packed, memory, health);
+    return;
+  }
+  EncodeCounts counts;
+  if (!format.residual) {
+    encode_plain(format, codec.rounding, shape, state, key, 0, span_amax, packed, &counts);
+  } else {
+    size_t n = static_cast<size_t>(shape.elements());
+    std::vector<float> sum(state, state + n), error(n);
+    uint64_t seen = 0;
+    std::memcpy(&seen, memory, sizeof(seen));
+    if (seen > 0) {
+      decode_plain(*format.residual, shape, memory + kResidualHeader, error.data());
+      for (size_t i = 0; i < n; ++i) sum[i] = sum[i] + error[i];
+    }
+    encode_plain(format, codec.rounding, shape, sum.data(), key, 0, span_amax, packed, &counts);
+    counts.non_finite = count_non_finite(state, shape.elements());
+    decode_plain(format, shape, packed, error.data());
+    for (size_t i = 0; i < n; ++i) {
+      float e = sum[i] - error[i];
+      error[i] = magnitude(e) <= kFloatMax ? e : 0.0f;
+    }
+    EncodeCounts ignored;
+    encode_plain(*format.residual, codec.rounding, shape, error.data(), key, 2, 0,
+                 memory + kResidualHeader, &ignored);
+    ++seen;
+    std::memcpy(memory, &seen, sizeof(seen));
+  }
+  health->non_finite += counts.non_finite;
+  health->saturated += counts.saturated;
+  health->clipped += counts.clipped;
+  health->vanished += counts.vanished;
+}
+
+void decode_head(const StateFormat& format, StateShape shape, const std::byte* packed,
+                 float* state) {
+  if (format.library) {
+    decode_library(*format.library, shape, packed, state);
+  } else {
+    decode_plain(format, shape, packed, state);
+  }
+}
+
+}  // namespace replayeval
