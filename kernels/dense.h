@@ -77,12 +77,13 @@ struct ExpertGroups {
 ExpertGroups group_by_expert(const int32_t* chosen, const float* weights, int64_t tokens, int k,
                              int experts);
 
-/// y[t, :] = sum_j weight[t, j] * slot_output[slots[t, j], :], j in ascending order of expert id:
-/// products and sums each rounded to FP32 (and to `activation` where it is a 16-bit type).
+/// y[t, :] = sum_j weight[t, j] * slot_output[slots[t, j], :], j in ascending order of expert id,
+/// one fused multiply-add a term (a 16-bit `activation`: product and sum each rounded to it).
 /// slot_output [slots, cols] contiguous; y [tokens, cols] with y_stride. `add` adds to y instead of
-/// starting at 0.
+/// starting at 0. Throws std::invalid_argument when the groups are not of `tokens` tokens.
 void combine_experts(const ExpertGroups& groups, const float* slot_output, int64_t cols, float* y,
-                     int64_t y_stride, WeightType activation = WeightType::fp32, bool add = false);
+                     int64_t y_stride, int64_t tokens, WeightType activation = WeightType::fp32,
+                     bool add = false);
 
 /// Row `row` of a weight matrix as FP32 (exact): out [w.cols]. Throws std::invalid_argument outside
 /// the matrix.

@@ -67,8 +67,8 @@ void activate_multiply(Activation f, const float* gate, int64_t gate_stride, flo
 /// The functions above for one value, with the same bits: routers, gates, and tests.
 float activate(Activation f, float x);
 
-/// y[i, c] += multiplier * x[i, c]: the product, then the sum, each rounded to `activation` (a
-/// residual in FP32: pass fp32).
+/// y[i, c] += multiplier * x[i, c]: one fused multiply-add in FP32; product and sum each rounded
+/// for a 16-bit `activation`.
 void add_scaled(float* y, int64_t y_stride, const float* x, int64_t x_stride, float multiplier,
                 int64_t rows, int64_t cols, WeightType activation = WeightType::fp32);
 /// y[i, c] += row_scale[i] * x[i, c], likewise: a shared expert behind its gate.
