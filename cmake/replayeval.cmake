@@ -4,7 +4,7 @@
 add_library(replayeval_options INTERFACE)
 target_include_directories(replayeval_options INTERFACE ${PROJECT_SOURCE_DIR})
 target_compile_options(replayeval_options INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Werror=return-type -Wno-psabi -Wno-ignored-attributes>)
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Werror=return-type -Wno-psabi -Wno-ignored-attributes -Wno-restrict>)
 if(REPLAYEVAL_SANITIZE)
   target_compile_options(replayeval_options INTERFACE
     -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)

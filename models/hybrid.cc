@@ -565,7 +565,7 @@ Buffer Model::Implementation::moe(const MoeSpec& mixer, const float* x, int64_t 
   linear(second_jobs);
   round_to(activation, down.data(), slots * out_width);
   Buffer y(m * out_width);
-  combine_experts(groups, down.data(), out_width, y.data(), out_width, activation);
+  combine_experts(groups, down.data(), out_width, y.data(), out_width, m, activation);
   if (mixer.latent_out) y = project(*mixer.latent_out, y.data(), m);
   if (mixer.shared) {
     const int64_t hidden = mixer.shared->down.weight.rows;

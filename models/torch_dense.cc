@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
@@ -30,7 +31,7 @@ at::Tensor view(const void* data, int64_t rows, int64_t cols, int64_t stride, at
 
 void torch_linear(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                   const float* bias, float* y, int64_t y_stride, bool bf16) {
-  at::NoGradGuard guard;
+  c10::InferenceMode guard;
   constexpr int64_t kSlice = 1024;
   at::Tensor input = view(x, m, w.cols, x_stride, at::kFloat);
   if (bf16) input = input.to(at::kBFloat16);
