@@ -23,8 +23,8 @@ using RowSpans = std::vector<std::vector<ReplaySpan>>;
 /// What one thread needs to walk a head. Buffers grow and are kept.
 struct Walker {
   HeadState head;
-  std::vector<float> scratch;
-  std::vector<float> gram;             // of all spans of a plan and group: [queries, gram_stride]
+  AlignedVector<float> scratch;
+  AlignedVector<float> gram;           // of all spans of a plan and group: [queries, gram_stride]
   std::vector<double> state, carried;  // reference
 };
 

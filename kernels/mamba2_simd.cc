@@ -66,6 +66,19 @@ REPLAYEVAL_INLINE void dot_tile(const float* const* rows, const float* const* qu
   for (int i = 0; i < 4 * kQueries; ++i) acc[i] = sum[i];
 }
 
+/// out[c * stride + r] = lane 4 c + r, for c < width and r < height.
+REPLAYEVAL_INLINE void store_tile(Lanes sums, float* out, int64_t stride, int height, int width) {
+  float lanes[kLanes];
+  store(lanes, sums);
+  if (height == 4) {
+    for (int c = 0; c < width; ++c) __builtin_memcpy(out + c * stride, lanes + 4 * c, 16);
+    return;
+  }
+  for (int c = 0; c < width; ++c) {
+    for (int r = 0; r < height; ++r) out[c * stride + r] = lanes[4 * c + r];
+  }
+}
+
 /// out[q * out_stride + m] = rows_m . queries_q. Each dot product: lane l sums n = l, l + 16, ...
 /// in order by fma from 0, then the tree of sum_lanes. Rows and queries past the end repeat the
 /// last one and are not stored.
@@ -90,12 +103,8 @@ void dot_rows(const float* rows, int64_t row_stride, int row_count, const float*
         for (int r = 0; r < 4; ++r) {
           for (int c = 0; c < 4; ++c) permuted[4 * r + c] = partial[4 * c + r];
         }
-        float sums[16];
-        store(sums, sum_lanes(permuted));
-        const int height = smaller(4, row_count - m);
-        for (int c = 0; c < width; ++c) {
-          for (int r = 0; r < height; ++r) out[(q + c) * out_stride + m + r] = sums[4 * c + r];
-        }
+        store_tile(sum_lanes(permuted), out + q * out_stride + m, out_stride,
+                   smaller(4, row_count - m), width);
       }
     }
   }
@@ -174,8 +183,9 @@ REPLAYEVAL_INLINE void fold_rows(float* state, int n, Lanes carry, const float* 
 }
 
 template <bool kCheck>
-bool fold(float* state, int head_dim, int n, float carry, const float* u, int64_t u_stride,
-          const float* v, int64_t v_stride, int records) {
+__attribute__((noinline)) bool fold(float* state, int head_dim, int n, float carry, const float* u,
+                                    int64_t u_stride, const float* v, int64_t v_stride,
+                                    int records) {
   Lanes finite = splat(0.0f);
   const Lanes a = splat(carry);
   int p = 0;
@@ -227,8 +237,8 @@ REPLAYEVAL_INLINE void combine_tile(const Mamba2Span& s, const float* z, float c
   }
 }
 
-void combine(const Mamba2Span& s, const float* z, float carry, const float* w, int terms,
-             const float* x_own, float* y) {
+__attribute__((noinline)) void combine(const Mamba2Span& s, const float* z, float carry,
+                                       const float* w, int terms, const float* x_own, float* y) {
   int p = 0;
   for (; p + 4 * kLanes <= s.head_dim; p += 4 * kLanes) {
     combine_tile<4>(s, z, carry, w, terms, x_own, kLanes, p, y);

@@ -125,11 +125,6 @@ void decode_checkpoint(const StateRow& row, StateShape shape, int head, StateRol
 void HeadState::bind(const StateRow& row, StateShape shape, int head) {
   row_ = &row;
   plan_ = &row.plans[static_cast<size_t>(plan_index(row, head))];
-  if (shape.elements() > capacity_) {
-    capacity_ = shape.elements();
-    state_buffer_.reset();
-    read_buffer_.reset();
-  }
   shape_ = shape;
   head_ = head;
   state_ = nullptr;
@@ -143,9 +138,10 @@ std::byte* HeadState::packed(StateRole role) const {
                                  : row_->recurrence + index * row_->recurrence_stride;
 }
 
-float* HeadState::scratch(std::unique_ptr<float[]>* buffer) const {
-  if (!*buffer) buffer->reset(new float[static_cast<size_t>(capacity_)]);
-  return buffer->get();
+float* HeadState::scratch(AlignedVector<float>* buffer) const {
+  const size_t elements = static_cast<size_t>(shape_.elements());
+  if (buffer->size() < elements) buffer->resize(elements);
+  return buffer->data();
 }
 
 float* HeadState::state() {

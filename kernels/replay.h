@@ -4,10 +4,10 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <vector>
 
+#include "kernels/aligned.h"
 #include "kernels/state_row.h"
 
 namespace replayeval {
@@ -87,14 +87,13 @@ class HeadState {
 
  private:
   std::byte* packed(StateRole role) const;
-  float* scratch(std::unique_ptr<float[]>* buffer) const;
+  float* scratch(AlignedVector<float>* buffer) const;
 
   const StateRow* row_ = nullptr;
   const HeadPlan* plan_ = nullptr;
   StateShape shape_;
   int head_ = 0;
-  int64_t capacity_ = 0;
-  std::unique_ptr<float[]> state_buffer_, read_buffer_;
+  AlignedVector<float> state_buffer_, read_buffer_;
   bool in_place_ = false;   // the recurrence checkpoint is used where it lies
   float* state_ = nullptr;  // null: not decoded yet
   const float* read_ = nullptr;
