@@ -1,1 +1,3 @@
-int main() { return 0; }
+#include "harness/command_line.h"
+
+int main(int argc, char** argv) { return replayeval::run_command_line(argc, argv); }

@@ -1,0 +1,317 @@
+#include "harness/command_line.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "datasets/tokenizer.h"
+#include "harness/build_info.h"
+#include "harness/check_model.h"
+#include "harness/check_quant.h"
+#include "harness/experiment.h"
+#include "harness/metrics.h"
+#include "harness/progress.h"
+#include "harness/teacher_forced.h"
+#include "models/hub.h"
+#include "quant/quantize.h"
+#include "quant/state_format.h"
+
+namespace replayeval {
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void reject(const std::string& message) { throw std::invalid_argument(message); }
+
+/// Rows of equal length as left-aligned columns, two spaces apart; the last column is not padded.
+void print_columns(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t c = 0; c + 1 < row.size(); ++c) widths[c] = std::max(widths[c], row[c].size());
+  }
+  for (const auto& row : rows) {
+    for (size_t c = 0; c < row.size(); ++c) {
+      const bool last = c + 1 == row.size();
+      std::printf("%-*s%s", last ? 0 : static_cast<int>(widths[c]), row[c].c_str(),
+                  last ? "\n" : "  ");
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// run
+// ---------------------------------------------------------------------------------------------------------------
+
+struct RunArguments {
+  std::vector<std::string> experiment;  // the file, then key=value
+  std::vector<std::string> settings;
+  std::string out;
+  std::string shard;
+  RunOptions options;
+};
+
+int parse_whole(const std::string& text) {
+  int value = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size() ? value : -1;
+}
+
+int run(RunArguments arguments) {
+  for (size_t i = 1; i < arguments.experiment.size(); ++i)
+    arguments.settings.push_back(arguments.experiment[i]);
+  Experiment experiment = load_experiment(arguments.experiment.at(0), arguments.settings);
+  if (!arguments.out.empty()) experiment.out = arguments.out;
+  if (!arguments.shard.empty()) {
+    const size_t slash = arguments.shard.find('/');
+    const int shard =
+        slash == std::string::npos ? -1 : parse_whole(arguments.shard.substr(0, slash));
+    const int shards =
+        slash == std::string::npos ? -1 : parse_whole(arguments.shard.substr(slash + 1));
+    if (shard < 1 || shards < shard) {
+      reject("--shard: expected i/n with 1 <= i <= n, such as 2/4, got '" + arguments.shard + "'");
+    }
+    arguments.options.shard = shard - 1;
+    arguments.options.shards = shards;
+  }
+  install_stop_signals();
+  return run_teacher_forced(experiment, arguments.options);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// list
+// ---------------------------------------------------------------------------------------------------------------
+
+void list_formats() {
+  // Bits an element at a common head shape; scales of rows and heads make it depend on the shape.
+  const StateShape shape{64, 128};
+  std::vector<std::vector<std::string>> rows = {{"FORMAT", "BITS", "WHAT"}};
+  for (const BuiltinFormat& format : builtin_formats()) {
+    char bits[32];
+    std::snprintf(bits, sizeof bits, "%.4g", bits_per_element(*find_format(format.name), shape));
+    rows.push_back({format.name, bits, format.description});
+  }
+  print_columns(rows);
+  std::printf("bits an element, scales included, for a head of %d x %d\n", shape.head_dim,
+              shape.state_dim);
+}
+
+void list_families() {
+  std::vector<std::vector<std::string>> rows = {{"FAMILY", "SEEN WITH", "WHAT"}};
+  for (const ModelFamily& family : model_families()) {
+    rows.push_back({family.name, family.trained_weights_seen ? "trained weights" : "structure only",
+                    family.description});
+  }
+  print_columns(rows);
+}
+
+void list_metrics() {
+  std::vector<std::vector<std::string>> rows = {{"METRIC", "UNIT", "WHAT"}};
+  for (const MetricInfo& metric : metric_infos()) {
+    rows.push_back(
+        {std::string(metric.name), std::string(metric.unit), std::string(metric.meaning)});
+  }
+  print_columns(rows);
+}
+
+void list_keys() {
+  std::vector<std::vector<std::string>> rows = {{"KEY", "TYPE", "DEFAULT", "JOB", "WHAT"}};
+  rows.push_back({"include", "file | list of files", "-", "all",
+                  "read first, relative to this file; later keys override"});
+  for (const ExperimentKey& key : experiment_keys()) {
+    const std::string fallback = key.required                ? "(required)"
+                                 : key.default_value.empty() ? "-"
+                                                             : std::string(key.default_value);
+    rows.push_back(
+        {std::string(key.name), std::string(key.type), fallback, std::string(key.job),
+         std::string(key.help) + (key.available ? "" : " (not available in this version)")});
+  }
+  print_columns(rows);
+}
+
+int list(const std::string& what) {
+  if (what == "formats") {
+    list_formats();
+  } else if (what == "families") {
+    list_families();
+  } else if (what == "metrics") {
+    list_metrics();
+  } else if (what == "keys") {
+    list_keys();
+  } else if (what == "tasks") {
+    reject("list tasks: tasks are not available in this version");
+  } else {
+    reject("list: expected formats, families, tasks, metrics or keys, got '" + what + "'");
+  }
+  return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// check
+// ---------------------------------------------------------------------------------------------------------------
+
+struct CheckModelArguments {
+  std::string folder;
+  std::string reference;
+  std::string compute = "fp32";
+  std::string dense = "invariant";
+  std::string kernels = "fast";
+  std::string dt_clamp = "forward";
+  CheckModelOptions options;
+};
+
+int check_model_command(const CheckModelArguments& arguments) {
+  CheckModelOptions options = arguments.options;
+  options.folder = find_model(arguments.folder);
+  if (!arguments.reference.empty()) options.reference = arguments.reference;
+  options.compute = arguments.compute == "bf16" ? ComputeType::bf16 : ComputeType::fp32;
+  options.dense = arguments.dense == "fast" ? DenseMode::fast : DenseMode::invariant;
+  options.kernels = arguments.kernels == "reference" ? KernelForm::reference : KernelForm::fast;
+  options.dt_clamp = arguments.dt_clamp == "none" ? DtClamp::none : DtClamp::forward;
+  return check_model(options);
+}
+
+int check_tokenizer_command(const std::string& folder, const std::string& answers) {
+  if (!fs::exists(folder))
+    reject("check tokenizer: expected a folder with tokenizer.json or tokenizer.model, got '" +
+           folder + "', which does not exist");
+  const TokenizerCheck check = check_tokenizer(fs::path(folder), fs::path(answers));
+  std::printf("ids                 %zu of %zu equal\n", check.ids_equal, check.texts);
+  if (check.with_special > 0)
+    std::printf("ids with special    %zu of %zu equal\n", check.with_special_equal,
+                check.with_special);
+  if (check.decodes > 0)
+    std::printf("decoded text        %zu of %zu equal\n", check.decodes_equal, check.decodes);
+  if (check.worst) {
+    const TokenizerCheck::Mismatch& worst = *check.worst;
+    std::printf(
+        "worst: %s:%zu: %s differ from %zu on\n  input    %s\n  expected %s\n  got      %s\n",
+        worst.file.c_str(), worst.line, worst.what.c_str(), worst.first_difference,
+        worst.input.c_str(), worst.expected.c_str(), worst.got.c_str());
+  }
+  return check.passed() ? 0 : 1;
+}
+
+/// Commands of DESIGN.md section 5 that come later.
+constexpr const char* kLater[] = {"report", "compare", "grade", "format", "bench"};
+
+int parse_and_run(int argc, const char* const* argv) {
+  CLI::App app(
+      "How far does a hybrid state-space model move when its recurrent state is stored in low "
+      "precision?",
+      "replayeval");
+  app.set_version_flag("--version", [] {
+    const BuildInfo build = build_info();
+    return "replayeval " + build.version + " (" + build.revision + ", " + build.compiler + ")";
+  });
+  app.require_subcommand(1);
+  int result = 0;
+
+  RunArguments run_arguments;
+  CLI::App* run_command = app.add_subcommand("run", "run an experiment into its run folder");
+  run_command->add_option("experiment", run_arguments.experiment, "EXPERIMENT.yaml [key=value ...]")
+      ->required();
+  run_command
+      ->add_option("--set", run_arguments.settings,
+                   "key=value: override one key (repeatable; dotted keys, YAML values)")
+      ->allow_extra_args(false);
+  run_command->add_option("--out", run_arguments.out, "run folder");
+  run_command->add_flag("--resume", run_arguments.options.resume,
+                        "go on with the run folder's run");
+  run_command->add_flag("--dry-run", run_arguments.options.dry_run,
+                        "validate and print what the run needs");
+  run_command->add_option("--shard", run_arguments.shard,
+                          "i/n: this is process i of n on one run folder");
+  run_command->callback([&] { result = run(run_arguments); });
+
+  std::string list_what;
+  CLI::App* list_command = app.add_subcommand("list", "formats, families, tasks, metrics or keys");
+  list_command->add_option("what", list_what, "formats | families | tasks | metrics | keys")
+      ->required();
+  list_command->callback([&] { result = list(list_what); });
+
+  CLI::App* check_command =
+      app.add_subcommand("check", "compare with stored answers of other programs");
+  check_command->require_subcommand(1);
+  CheckModelArguments model_arguments;
+  CLI::App* check_model_app =
+      check_command->add_subcommand("model", "logits, states and greedy tokens of a checkpoint");
+  check_model_app->add_option("folder", model_arguments.folder, "model folder or hub name")
+      ->required();
+  check_model_app->add_option("--reference", model_arguments.reference,
+                              "stored answers; reference.safetensors in the folder unless given");
+  check_model_app
+      ->add_option("--window", model_arguments.options.windows,
+                   "window lengths L to run with, 16,1 unless given")
+      ->delimiter(',');
+  check_model_app
+      ->add_option("--chunk", model_arguments.options.chunks,
+                   "tokens a call, 0: the whole sequence; 0,7,64,1 unless given")
+      ->delimiter(',');
+  check_model_app->add_option("--state", model_arguments.options.state,
+                              "state precision, fp32 unless given");
+  check_model_app->add_option("--compute", model_arguments.compute)
+      ->check(CLI::IsMember({"fp32", "bf16"}));
+  check_model_app->add_option("--dense", model_arguments.dense)
+      ->check(CLI::IsMember({"invariant", "fast"}));
+  check_model_app->add_option("--kernels", model_arguments.kernels)
+      ->check(CLI::IsMember({"fast", "reference"}));
+  check_model_app->add_option("--dt-clamp", model_arguments.dt_clamp)
+      ->check(CLI::IsMember({"forward", "none"}));
+  check_model_app->add_flag("!--no-greedy", model_arguments.options.greedy,
+                            "leave out the greedy continuation");
+  check_model_app->callback([&] { result = check_model_command(model_arguments); });
+  std::string tokenizer_folder, tokenizer_answers;
+  CLI::App* check_tokenizer_app =
+      check_command->add_subcommand("tokenizer", "ids and decoded text of a tokenizer");
+  check_tokenizer_app
+      ->add_option("folder", tokenizer_folder, "folder with tokenizer.json or tokenizer.model")
+      ->required();
+  check_tokenizer_app->add_option(
+      "answers", tokenizer_answers,
+      "JSON lines; expected.jsonl and decode.jsonl in the folder unless given");
+  check_tokenizer_app->callback(
+      [&] { result = check_tokenizer_command(tokenizer_folder, tokenizer_answers); });
+  std::string quant_file;
+  CLI::App* check_quant_app = check_command->add_subcommand("quant", "codes of the number formats");
+  check_quant_app->add_option("file", quant_file, "HDF5 file of vectors")->required();
+  check_quant_app->callback([&] { result = check_quant(quant_file); });
+
+  if (argc > 1 && std::ranges::find(kLater, std::string_view(argv[1])) != std::end(kLater)) {
+    reject(std::string(argv[1]) +
+           ": not available in this version; `replayeval --help` lists the commands");
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& request) {  // --help, --version
+    return app.exit(request);
+  } catch (const CLI::ParseError& error) {
+    reject("command line: " + std::string(error.what()) +
+           "; `replayeval --help` lists commands and options");
+  }
+  return result;
+}
+
+}  // namespace
+
+int run_command_line(int argc, const char* const* argv) {
+  const auto report = [](const char* message) {
+    std::fprintf(stderr, "replayeval: %s\n", message);
+  };
+  try {
+    return parse_and_run(argc, argv);
+  } catch (const std::invalid_argument& error) {
+    report(error.what());
+    return 2;
+  } catch (const std::exception& error) {
+    report(error.what());
+    return 1;
+  }
+}
+
+}  // namespace replayeval

@@ -1,0 +1,803 @@
+#include "harness/experiment.h"
+
+#include <pwd.h>
+#include <unistd.h>
+#include <yaml-cpp/yaml.h>
+
+#include <algorithm>
+#include <charconv>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+
+#include "models/hub.h"
+
+namespace replayeval {
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void reject(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string in_quotes(std::string_view text) { return "'" + std::string(text) + "'"; }
+
+/// Where YAML text comes from; `set` marks a --set argument, whose positions mean nothing to
+/// people.
+struct Source {
+  std::string name;
+  bool set = false;
+};
+
+std::string place(const Source& source, const YAML::Mark& mark) {
+  if (source.set || mark.is_null()) return source.name;
+  return source.name + ":" + std::to_string(mark.line + 1) + ":" + std::to_string(mark.column + 1);
+}
+
+/// A message that already starts with its place.
+struct PlacedError : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+/// The value of one flat key and where it stands.
+struct Entry {
+  std::string key;
+  YAML::Node node;
+  Source source;
+  YAML::Mark mark;  // the value's; the key's where there is no value
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Reading values
+// ---------------------------------------------------------------------------------------------------------------
+
+std::string describe(const YAML::Node& node) {
+  if (node.IsMap()) return "a map";
+  if (node.IsSequence()) return "a list of " + std::to_string(node.size());
+  if (node.IsScalar()) return in_quotes(node.Scalar());
+  return "nothing";
+}
+
+std::string read_text_value(const YAML::Node& node) {
+  if (!node.IsScalar() || node.Scalar().empty()) reject("expected a text, got " + describe(node));
+  return node.Scalar();
+}
+
+template <class Integer>
+std::optional<Integer> to_integer(std::string_view text) {
+  Integer value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+template <class Integer>
+Integer read_integer(const YAML::Node& node, Integer least,
+                     Integer most = std::numeric_limits<Integer>::max()) {
+  const auto value = node.IsScalar() ? to_integer<Integer>(node.Scalar()) : std::nullopt;
+  if (!value || *value < least || *value > most) {
+    reject("expected a whole number from " + std::to_string(least) + " to " + std::to_string(most) +
+           ", got " + describe(node));
+  }
+  return *value;
+}
+
+bool read_boolean(const YAML::Node& node) {
+  const std::string text = node.IsScalar() ? node.Scalar() : "";
+  if (text != "true" && text != "false") reject("expected true or false, got " + describe(node));
+  return text == "true";
+}
+
+/// One of a few names; `values` in the order of `names`.
+template <class Value>
+Value read_choice(const YAML::Node& node,
+                  std::initializer_list<std::pair<std::string_view, Value>> choices) {
+  std::string known;
+  for (const auto& [name, value] : choices) {
+    if (node.IsScalar() && node.Scalar() == name) return value;
+    known += (known.empty() ? "" : " | ") + std::string(name);
+  }
+  reject("expected " + known + ", got " + describe(node));
+}
+
+fs::path expand_home(const std::string& text) {
+  if (!text.starts_with("~/")) return text;
+  const passwd* user = getpwuid(getuid());
+  return fs::path(user != nullptr && user->pw_dir != nullptr ? user->pw_dir : "/") / text.substr(2);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Writing values
+// ---------------------------------------------------------------------------------------------------------------
+
+/// A YAML scalar that reads back as `text`, in block and flow context.
+std::string scalar(const std::string& text) {
+  static constexpr std::string_view kPlain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./+@;=-";
+  const bool plain = !text.empty() && text.find_first_not_of(kPlain) == std::string::npos &&
+                     text[0] != '@' && text[0] != '-' && text != "null" && text != "Null" &&
+                     text != "NULL";
+  if (plain) return text;
+  std::string out = "\"";
+  for (const unsigned char c : text) {
+    if (c == '"' || c == '\\') {
+      out += '\\';
+      out += static_cast<char>(c);
+    } else if (c < 0x20) {
+      static constexpr char kDigits[] = "0123456789ABCDEF";
+      out += "\\x";
+      out += kDigits[c >> 4];
+      out += kDigits[c & 15];
+    } else {
+      out += static_cast<char>(c);
+    }
+  }
+  return out + "\"";
+}
+
+template <class Range, class Text>
+std::string flow_list(const Range& items, const Text& text) {
+  std::string out = "[";
+  for (const auto& item : items) out += (out.size() == 1 ? "" : ", ") + text(item);
+  return out + "]";
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The table of keys
+// ---------------------------------------------------------------------------------------------------------------
+
+/// Reads the entry's value into the experiment; keys are read in table order, so that later ones
+/// may use earlier ones.
+using ReadKey = void (*)(Experiment&, const Entry&);
+/// Value as YAML flow text; empty: the key is left out.
+using WriteKey = std::string (*)(const Experiment&);
+
+struct KeyRule {
+  ExperimentKey key;
+  ReadKey read;
+  WriteKey write;
+};
+
+/// A message about one node inside an entry (a list item), placed there.
+[[noreturn]] void reject_at(const Entry& entry, const YAML::Node& node,
+                            const std::string& message) {
+  throw PlacedError(place(entry.source, node.Mark()) + ": " + entry.key + ": " + message);
+}
+
+std::vector<YAML::Node> items_of(const YAML::Node& node) {
+  std::vector<YAML::Node> items;
+  if (node.IsSequence()) {
+    for (const YAML::Node& item : node) items.push_back(item);
+  } else {
+    items.push_back(node);
+  }
+  return items;
+}
+
+void read_documents(Experiment& e, const Entry& entry) {
+  e.data.documents.reset();
+  e.data.ids.clear();
+  if (entry.node.IsSequence()) {
+    for (const YAML::Node& item : entry.node) {
+      if (!item.IsScalar() || item.Scalar().empty()) {
+        reject_at(entry, item, "expected a document id, got " + describe(item));
+      }
+      if (std::ranges::find(e.data.ids, item.Scalar()) != e.data.ids.end()) {
+        reject_at(entry, item, "document " + in_quotes(item.Scalar()) + " is listed twice");
+      }
+      e.data.ids.push_back(item.Scalar());
+    }
+    if (e.data.ids.empty()) reject("expected at least one document id, got an empty list");
+    return;
+  }
+  if (entry.node.IsScalar() && entry.node.Scalar() == "all") return;
+  const auto count =
+      entry.node.IsScalar() ? to_integer<int64_t>(entry.node.Scalar()) : std::nullopt;
+  if (!count || *count < 1) {
+    reject("expected a number of documents (at least 1), a list of ids, or all, got " +
+           describe(entry.node));
+  }
+  e.data.documents = *count;
+}
+
+std::string write_documents(const Experiment& e) {
+  if (!e.data.ids.empty()) return flow_list(e.data.ids, scalar);
+  return e.data.documents ? std::to_string(*e.data.documents) : "all";
+}
+
+void read_formats(Experiment& e, const Entry& entry) {
+  if (!entry.node.IsMap())
+    reject("expected a map from names to files, got " + describe(entry.node));
+  for (const auto& item : entry.node) {
+    const std::string name = item.first.Scalar();
+    const auto valid = [](char c) {
+      return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_';
+    };
+    if (name.empty() || !std::ranges::all_of(name, valid)) {
+      reject_at(entry, item.first, "expected a name of a-z, 0-9 and _, got " + in_quotes(name));
+    }
+    const std::vector<BuiltinFormat> builtin = builtin_formats();
+    if (std::ranges::find(builtin, name, &BuiltinFormat::name) != builtin.end()) {
+      reject_at(entry, item.first,
+                in_quotes(name) + " is a built-in format; expected another name");
+    }
+    if (e.formats.contains(name))
+      reject_at(entry, item.first, in_quotes(name) + " is defined twice");
+    if (!item.second.IsScalar() || item.second.Scalar().empty()) {
+      reject_at(entry, item.second, name + ": expected a file, got " + describe(item.second));
+    }
+    const fs::path file = expand_home(item.second.Scalar());
+    reject_at(entry, item.second, name + ": formats from files are not available in this version");
+    e.format_files.emplace_back(name, file);
+  }
+}
+
+std::string write_formats(const Experiment& e) {
+  std::string out = "{";
+  for (const auto& [name, file] : e.format_files) {
+    out += (out.size() == 1 ? "" : ", ") + name + ": " + scalar(file.string());
+  }
+  return out + "}";
+}
+
+void read_states(Experiment& e, const Entry& entry) {
+  const std::vector<YAML::Node> items = items_of(entry.node);
+  if (items.empty()) reject("expected at least one state precision, got an empty list");
+  for (const YAML::Node& item : items) {
+    if (!item.IsScalar() || item.Scalar().empty()) {
+      reject_at(entry, item,
+                "expected a state precision such as fp16+sr/nvfp4, got " + describe(item));
+    }
+    StatePrecision state;
+    try {
+      state = parse_state_precision(item.Scalar(), e.state_options, e.formats);
+    } catch (const std::invalid_argument& error) {
+      reject_at(entry, item, error.what());
+    }
+    std::vector<StatePrecision> expanded;
+    if (e.seeds > 1 && state.stochastic() && !state.seed_in_name) {
+      for (int i = 0; i < e.seeds; ++i) {
+        expanded.push_back(
+            with_seed(state, e.state_options.seed + static_cast<uint64_t>(i), e.state_options));
+      }
+    } else {
+      expanded.push_back(state);
+    }
+    for (StatePrecision& candidate : expanded) {
+      const std::string identity = state_identity(candidate, e.baseline);
+      for (const StatePrecision& other : e.states) {
+        if (state_identity(other, e.baseline) == identity) {
+          reject_at(entry, item,
+                    candidate.name + ": the same state as " + in_quotes(other.name) + " before it");
+        }
+      }
+      e.states.push_back(std::move(candidate));
+    }
+    e.listed_states.push_back(std::move(state));
+  }
+}
+
+void read_baseline(Experiment& e, const Entry& entry) {
+  e.baseline = parse_state_precision(read_text_value(entry.node), e.state_options, e.formats);
+  if (!e.baseline.whole_model()) {
+    reject(e.baseline.name +
+           ": the baseline holds for the whole model; expected no layers= or heads=");
+  }
+}
+
+void read_data_path(Experiment& e, const Entry& entry) {
+  e.data.path = expand_home(read_text_value(entry.node));
+}
+
+#define UNAVAILABLE(name, type, default_value, help, job) \
+  KeyRule { {name, type, default_value, help, job, false, false}, nullptr, nullptr }
+
+/// Rule of a state option that is a table of names.
+#define STATE_OPTION(member, type, default_value, help, parse)                           \
+  KeyRule {                                                                              \
+    {#member, type, default_value, help, "all", false, true},                            \
+        [](Experiment& e, const Entry& entry) {                                          \
+          e.state_options.member = parse(read_text_value(entry.node));                   \
+        },                                                                               \
+        [](const Experiment& e) { return std::string(name_of(e.state_options.member)); } \
+  }
+
+const KeyRule kKeys[] = {
+    {{"job", "kl | score", "", "what to do: drift over a text, or graded answers", "all", true,
+      true},
+     [](Experiment& e, const Entry& entry) {
+       e.job = read_choice<std::string>(entry.node, {{"kl", "kl"}, {"score", "score"}});
+       if (e.job == "score") reject("'score' is not available in this version; expected kl");
+     },
+     [](const Experiment& e) { return e.job; }},
+    {{"hub", "folder", "~/.cache/huggingface/hub",
+      "hub cache in which `model: org/name` is looked up", "all", false, true},
+     [](Experiment& e, const Entry& entry) { e.hub = read_text_value(entry.node); },
+     [](const Experiment& e) { return scalar(e.hub.string()); }},
+    {{"model", "folder | org/name", "",
+      "folder with config.json and *.safetensors, or a name in the hub cache", "all", true, true},
+     [](Experiment& e, const Entry& entry) {
+       e.model = read_text_value(entry.node);
+       e.model_folder = find_model(e.model, expand_home(e.hub.string()));
+     },
+     [](const Experiment& e) { return scalar(e.model); }},
+    {{"tokenizer", "folder | file", "",
+      "tokenizer.json or tokenizer.model; the model's folder unless given", "all", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.tokenizer = expand_home(read_text_value(entry.node));
+     },
+     [](const Experiment& e) {
+       return e.tokenizer.empty() ? std::string() : scalar(e.tokenizer.string());
+     }},
+    {{"dt_clamp", "forward | none", "forward",
+      "clamp dt of Mamba-2 as the model's forward pass does, or not at all", "all", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.dt_clamp = read_choice<DtClamp>(entry.node,
+                                         {{"forward", DtClamp::forward}, {"none", DtClamp::none}});
+     },
+     [](const Experiment& e) {
+       return std::string(e.dt_clamp == DtClamp::forward ? "forward" : "none");
+     }},
+
+    {{"data.kind", "pg19 | text", "text",
+      "PG-19's on-disk layout, or a text file or a folder of *.txt", "kl", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.data.kind = read_choice<DataSource::Kind>(
+           entry.node, {{"pg19", DataSource::Kind::kPg19}, {"text", DataSource::Kind::kText}});
+     },
+     [](const Experiment& e) {
+       return std::string(e.data.kind == DataSource::Kind::kPg19 ? "pg19" : "text");
+     }},
+    {{"data.path", "folder | file", "",
+      "pg19: folder with metadata.csv and <split>/<id>.txt; text: file or folder", "kl", true,
+      true},
+     read_data_path,
+     [](const Experiment& e) { return scalar(e.data.path.string()); }},
+    {{"data.split", "text", "test", "pg19: train, validation or test", "kl", false, true},
+     [](Experiment& e, const Entry& entry) { e.data.split = read_text_value(entry.node); },
+     [](const Experiment& e) { return scalar(e.data.split); }},
+    {{"data.documents", "all | integer | list of ids", "all",
+      "the first n in metadata order that are long enough, or these", "kl", false, true},
+     read_documents,
+     write_documents},
+    {{"data.tokens", "all | integer", "all", "tokens of each document, bos included", "kl", false,
+      true},
+     [](Experiment& e, const Entry& entry) {
+       e.data.tokens.reset();
+       if (entry.node.IsScalar() && entry.node.Scalar() == "all") return;
+       e.data.tokens = read_integer<int64_t>(entry.node, 2);
+     },
+     [](const Experiment& e) {
+       return e.data.tokens ? std::to_string(*e.data.tokens) : std::string("all");
+     }},
+    {{"data.join", "true | false", "false",
+      "join the chosen documents into one, eos and bos between them", "kl", false, true},
+     [](Experiment& e, const Entry& entry) { e.data.join = read_boolean(entry.node); },
+     [](const Experiment& e) { return std::string(e.data.join ? "true" : "false"); }},
+
+    {{"formats", "map from names to files", "{}",
+      "number formats described in YAML, usable in `states` by name", "all", false, true},
+     read_formats,
+     write_formats},
+    {{"window", "integer", "16",
+      "L: tokens between two flushes of the state, 1 to 64; 1 is eager decoding", "all", false,
+      true},
+     [](Experiment& e, const Entry& entry) {
+       e.state_options.window = read_integer<int>(entry.node, 1, kMaxWindow);
+     },
+     [](const Experiment& e) { return std::to_string(e.state_options.window); }},
+    STATE_OPTION(gdn_fold, "rederive | cached", "rederive",
+                 "GDN, KDA: corrections of a flush from the recurrence checkpoint, or as stored",
+                 parse_gdn_fold),
+    STATE_OPTION(flush_output, "recurrence | read", "recurrence",
+                 "what a flush step's output comes from", parse_flush_output),
+    STATE_OPTION(ring, "activation | fp32", "activation", "type of the inputs kept in the ring",
+                 parse_ring_type),
+    STATE_OPTION(ring_u, "fp32 | bf16", "fp32",
+                 "GDN, KDA: type of the corrections kept in the ring", parse_record_type),
+    STATE_OPTION(beta, "fp32 | bf16", "fp32", "GDN, KDA: type that beta passes through",
+                 parse_record_type),
+    STATE_OPTION(dot, "fp32 | tf32 | bf16", "fp32", "type of the operands of a flush's products",
+                 parse_dot_type),
+    {{"seed", "integer", "1", "seed of stochastic rounding", "all", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.state_options.seed = read_integer<uint64_t>(entry.node, 0);
+     },
+     [](const Experiment& e) { return std::to_string(e.state_options.seed); }},
+    {{"seeds", "integer", "1", "run every stochastic state with seed, seed+1, ...: this many",
+      "all", false, true},
+     [](Experiment& e, const Entry& entry) { e.seeds = read_integer<int>(entry.node, 1, 1000); },
+     [](const Experiment& e) { return std::to_string(e.seeds); }},
+    {{"baseline", "state precision", "fp32", "what every state is compared with", "all", false,
+      true},
+     read_baseline,
+     [](const Experiment& e) { return scalar(e.baseline.name); }},
+    {{"states", "list of state precisions", "",
+      "recurrence/read@option=value;..., e.g. fp16+sr/nvfp4@L=8", "all", true, true},
+     read_states,
+     [](const Experiment& e) {
+       return flow_list(e.listed_states, [](const StatePrecision& s) { return scalar(s.name); });
+     }},
+
+    {{"device", "cpu | cuda", "cpu", "where the model runs", "all", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.device = read_choice<std::string>(entry.node, {{"cpu", "cpu"}, {"cuda", "cuda"}});
+       if (e.device == "cuda") reject("'cuda' is not available in this version; expected cpu");
+     },
+     [](const Experiment& e) { return e.device; }},
+    {{"compute", "fp32 | bf16", "fp32", "type of weights and activations in the dense layers",
+      "all", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.compute = read_choice<ComputeType>(
+           entry.node, {{"fp32", ComputeType::fp32}, {"bf16", ComputeType::bf16}});
+     },
+     [](const Experiment& e) {
+       return std::string(e.compute == ComputeType::fp32 ? "fp32" : "bf16");
+     }},
+    {{"dense", "invariant | fast", "invariant",
+      "dense products bit-equal for any chunk and set of states, or as fast as they go", "all",
+      false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.dense = read_choice<DenseMode>(
+           entry.node, {{"invariant", DenseMode::invariant}, {"fast", DenseMode::fast}});
+     },
+     [](const Experiment& e) {
+       return std::string(e.dense == DenseMode::invariant ? "invariant" : "fast");
+     }},
+    {{"kernels", "fast | reference", "fast",
+      "state kernels: window form, or token by token from the equation in FP64", "all", false,
+      true},
+     [](Experiment& e, const Entry& entry) {
+       e.kernels = read_choice<KernelForm>(
+           entry.node, {{"fast", KernelForm::fast}, {"reference", KernelForm::reference}});
+     },
+     [](const Experiment& e) {
+       return std::string(e.kernels == KernelForm::fast ? "fast" : "reference");
+     }},
+    {{"threads", "integer", "0", "threads of the CPU; 0: one a core", "all", false, true},
+     [](Experiment& e, const Entry& entry) { e.threads = read_integer<int>(entry.node, 0, 4096); },
+     [](const Experiment& e) { return std::to_string(e.threads); }},
+    {{"chunk_tokens", "integer", "256", "tokens that go through the model in one call", "kl", false,
+      true},
+     [](Experiment& e, const Entry& entry) {
+       e.chunk_tokens = read_integer<int>(entry.node, 1, 1 << 20);
+     },
+     [](const Experiment& e) { return std::to_string(e.chunk_tokens); }},
+    {{"prompt_tokens", "integer", "0",
+      "positions before this run with FP32 state and are not compared", "kl", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.prompt_tokens = read_integer<int64_t>(entry.node, 0);
+     },
+     [](const Experiment& e) { return std::to_string(e.prompt_tokens); }},
+    {{"prefill_chunk", "integer", "0",
+      "also encode and decode the state every this many prompt tokens; 0: never", "kl", false,
+      true},
+     [](Experiment& e, const Entry& entry) {
+       e.prefill_chunk = read_integer<int64_t>(entry.node, 0);
+     },
+     [](const Experiment& e) { return std::to_string(e.prefill_chunk); }},
+    {{"state_error_every", "integer", "0",
+      "compare the states themselves every this many positions (a multiple of L); 0: never", "kl",
+      false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.state_error_every = read_integer<int64_t>(entry.node, 0);
+     },
+     [](const Experiment& e) { return std::to_string(e.state_error_every); }},
+    {{"out", "folder", "", "run folder; out/<name of the experiment file> unless given", "all",
+      false, true},
+     [](Experiment& e, const Entry& entry) { e.out = expand_home(read_text_value(entry.node)); },
+     [](const Experiment& e) { return scalar(e.out.string()); }},
+
+    UNAVAILABLE("dump_states", "true | false", "false",
+                "write the states of all layers and heads to the run folder", "all"),
+    UNAVAILABLE("snapshot_tokens", "integer", "0",
+                "save the state every this many tokens, to resume inside a document; 0: never",
+                "kl"),
+    UNAVAILABLE("slots", "integer", "0", "sequences generated side by side; 0: chosen by memory",
+                "score"),
+    UNAVAILABLE("on_bad_item", "fail | skip", "fail", "what to do with an item that cannot be read",
+                "score"),
+    UNAVAILABLE("speculate", "integer", "0", "tokens of a verification step; 0: none", "all"),
+    UNAVAILABLE("acceptance", "text", "none", "how many drafts a verification step accepts", "all"),
+};
+#undef UNAVAILABLE
+#undef STATE_OPTION
+
+const KeyRule* find_key(std::string_view name) {
+  const auto rule = std::ranges::find(kKeys, name, [](const KeyRule& r) { return r.key.name; });
+  return rule == std::end(kKeys) ? nullptr : &*rule;
+}
+
+/// Is `name` the first part of dotted keys ("data")?
+bool is_section(std::string_view name) {
+  return std::ranges::any_of(kKeys, [&](const KeyRule& rule) {
+    return rule.key.name.starts_with(name) && rule.key.name.size() > name.size() &&
+           rule.key.name[name.size()] == '.';
+  });
+}
+
+[[noreturn]] void reject_unknown(const std::string& where, const std::string& key) {
+  std::vector<std::string_view> known = {"include"};
+  for (const KeyRule& rule : kKeys) known.push_back(rule.key.name);
+  const std::string near = nearest_name(key, known);
+  reject(where + ": unknown key " + in_quotes(key) +
+         (near.empty() ? "; `replayeval list keys` prints all"
+                       : "; the nearest known key is " + in_quotes(near)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// From files to one value a key
+// ---------------------------------------------------------------------------------------------------------------
+
+class KeyCollector {
+ public:
+  void add_file(const fs::path& path, std::vector<fs::path> including) {
+    std::error_code error;
+    const fs::path canonical = fs::weakly_canonical(path, error);
+    if (std::ranges::find(including, canonical) != including.end()) {
+      reject(path.string() + ": include: the file includes itself");
+    }
+    including.push_back(canonical);
+    std::ifstream stream(path, std::ios::binary);
+    if (!stream || fs::is_directory(path, error))
+      throw std::runtime_error(path.string() + ": cannot be read");
+    const std::string text{std::istreambuf_iterator<char>(stream),
+                           std::istreambuf_iterator<char>()};
+    const Source source{path.string()};
+    const YAML::Node root = parse(text, source);
+    if (!root.IsMap())
+      reject(place(source, root.Mark()) + ": expected a map of keys, got " + describe(root));
+    for (const auto& item : root) {
+      if (!item.first.IsScalar() || item.first.Scalar() != "include") continue;
+      for (const YAML::Node& file : items_of(item.second)) {
+        if (!file.IsScalar() || file.Scalar().empty()) {
+          reject(place(source, file.Mark()) +
+                 ": include: expected a file or a list of files, got " + describe(file));
+        }
+        const fs::path included = path.parent_path() / file.Scalar();
+        if (!fs::is_regular_file(included, error)) {
+          reject(place(source, file.Mark()) + ": include: expected a file, got " +
+                 in_quotes(included.string()) + ", which does not exist");
+        }
+        add_file(included, including);
+      }
+    }
+    std::map<std::string, YAML::Mark> seen;
+    flatten(root, "", source, &seen);
+  }
+
+  void add_setting(const std::string& setting) {
+    const size_t equals = setting.find('=');
+    const std::string key = setting.substr(0, equals);
+    if (equals == std::string::npos || key.empty()) {
+      reject("--set " + setting + ": expected key=value");
+    }
+    const Source source{"--set " + key, true};
+    if (key == "include")
+      reject("--set include: an include stands in the file; expected another key");
+    const YAML::Node value = parse(setting.substr(equals + 1), source);
+    if (find_key(key) != nullptr) {
+      put(key, value, source, value.Mark());
+    } else if (is_section(key)) {
+      std::map<std::string, YAML::Mark> seen;
+      flatten_section(key, value, source, &seen);
+    } else {
+      reject_unknown("--set", key);
+    }
+  }
+
+  const Entry* find(std::string_view key) const {
+    const auto entry = entries_.find(key);
+    return entry == entries_.end() ? nullptr : &entry->second;
+  }
+
+ private:
+  using Seen = std::map<std::string, YAML::Mark>;
+
+  static YAML::Node parse(const std::string& text, const Source& source) {
+    try {
+      const std::vector<YAML::Node> documents = YAML::LoadAll(text);
+      if (documents.size() > 1)
+        reject(source.name + ": expected one YAML document, got " +
+               std::to_string(documents.size()));
+      return documents.empty() ? YAML::Node() : documents[0];
+    } catch (const YAML::Exception& error) {
+      reject(place(source, error.mark) + ": not valid YAML: " + error.msg);
+    }
+  }
+
+  void flatten_section(const std::string& name, const YAML::Node& node, const Source& source,
+                       Seen* seen) {
+    if (!node.IsMap()) {
+      std::string keys;
+      for (const KeyRule& rule : kKeys) {
+        if (rule.key.name.starts_with(name + "."))
+          keys += " " + std::string(rule.key.name.substr(name.size() + 1));
+      }
+      reject(place(source, node.Mark()) + ": " + name + ": expected a map with some of" + keys +
+             ", got " + describe(node));
+    }
+    flatten(node, name + ".", source, seen);
+  }
+
+  void flatten(const YAML::Node& map, const std::string& prefix, const Source& source, Seen* seen) {
+    for (const auto& item : map) {
+      const std::string where = place(source, item.first.Mark());
+      if (!item.first.IsScalar()) reject(where + ": expected a key, got " + describe(item.first));
+      const std::string key = prefix + item.first.Scalar();
+      const auto [earlier, inserted] = seen->emplace(key, item.first.Mark());
+      if (!inserted)
+        reject(where + ": key " + in_quotes(key) + " is given twice, first on line " +
+               std::to_string(earlier->second.line + 1));
+      if (key == "include") continue;
+      if (is_section(key)) {
+        flatten_section(key, item.second, source, seen);
+      } else if (find_key(key) != nullptr) {
+        put(key, item.second, source, item.first.Mark());
+      } else {
+        reject_unknown(where, key);
+      }
+    }
+  }
+
+  void put(const std::string& key, const YAML::Node& node, const Source& source,
+           const YAML::Mark& key_mark) {
+    entries_.insert_or_assign(key,
+                              Entry{key, node, source, node.IsNull() ? key_mark : node.Mark()});
+  }
+
+  std::map<std::string, Entry, std::less<>> entries_;
+};
+
+/// What the folder of data.kind pg19 looks like and where it comes from.
+std::string pg19_layout(const Experiment& e) {
+  return "the folder of PG-19 with metadata.csv and " + e.data.split +
+         "/<id>.txt, as published at https://github.com/google-deepmind/pg19";
+}
+
+/// What is missing when a required key has no value.
+std::string missing_message(const Experiment& e, const ExperimentKey& key) {
+  std::string message = std::string(key.name) + ": missing; expected " + std::string(key.type);
+  if (key.name == "data.path" && e.data.kind == DataSource::Kind::kPg19) {
+    message = "data.path: missing; expected " + pg19_layout(e);
+  }
+  return message + "; give it in the file or with --set " + std::string(key.name) + "=...";
+}
+
+/// Rules about several keys together; each names the key to change.
+void check_together(const Experiment& e, const KeyCollector& keys) {
+  const auto complain = [&keys, &e](std::string_view key, const std::string& message) {
+    const Entry* entry = keys.find(key);
+    reject((entry != nullptr ? place(entry->source, entry->mark) : e.file.string()) + ": " +
+           std::string(key) + ": " + message);
+  };
+  if (e.data.tokens && e.prompt_tokens >= *e.data.tokens) {
+    complain("prompt_tokens", "expected less than data.tokens (" + std::to_string(*e.data.tokens) +
+                                  "), got " + std::to_string(e.prompt_tokens) +
+                                  "; nothing would be left to compare");
+  }
+  if (e.prefill_chunk > 0 && e.prompt_tokens == 0) {
+    complain("prefill_chunk", "got " + std::to_string(e.prefill_chunk) +
+                                  " without a prompt; expected prompt_tokens above 0");
+  }
+  if (e.data.kind == DataSource::Kind::kText && keys.find("data.split") != nullptr &&
+      e.data.split != "test") {
+    complain("data.split", "only data.kind pg19 has splits; expected no such key");
+  }
+  std::error_code error;
+  if (!fs::exists(e.data.path, error)) {
+    complain("data.path",
+             "expected " +
+                 (e.data.kind == DataSource::Kind::kPg19 ? pg19_layout(e)
+                                                         : std::string("a file or folder")) +
+                 ", got " + in_quotes(e.data.path.string()) + ", which does not exist");
+  }
+}
+
+}  // namespace
+
+std::span<const ExperimentKey> experiment_keys() {
+  static const std::vector<ExperimentKey> keys = [] {
+    std::vector<ExperimentKey> list;
+    for (const KeyRule& rule : kKeys) list.push_back(rule.key);
+    return list;
+  }();
+  return keys;
+}
+
+Experiment load_experiment(const fs::path& file, std::span<const std::string> settings) {
+  KeyCollector keys;
+  keys.add_file(file, {});
+  for (const std::string& setting : settings) keys.add_setting(setting);
+
+  Experiment experiment;
+  experiment.file = file;
+  experiment.out = fs::path("out") / file.stem();
+  for (const KeyRule& rule : kKeys) {
+    const ExperimentKey& key = rule.key;
+    const Entry* given = keys.find(key.name);
+    Entry entry;
+    if (given != nullptr) {
+      entry = *given;
+    } else if (key.required) {
+      reject(file.string() + ": " + missing_message(experiment, key));
+    } else if (key.default_value.empty()) {
+      continue;
+    } else {
+      entry = Entry{std::string(key.name), YAML::Load(std::string(key.default_value)),
+                    Source{file.string()}, YAML::Mark::null_mark()};
+    }
+    if (!key.available) {
+      if (!entry.node.IsScalar() || entry.node.Scalar() != key.default_value) {
+        reject_at(entry, entry.node,
+                  "not available in this version; expected no such key, or " +
+                      std::string(key.default_value));
+      }
+      continue;
+    }
+    try {
+      rule.read(experiment, entry);
+    } catch (const PlacedError&) {
+      throw;
+    } catch (const std::invalid_argument& error) {
+      reject(place(entry.source, entry.mark) + ": " + entry.key + ": " + error.what());
+    }
+  }
+  if (experiment.tokenizer.empty()) experiment.tokenizer = experiment.model_folder;
+  check_together(experiment, keys);
+  return experiment;
+}
+
+std::string resolved_text(const Experiment& experiment) {
+  std::string text;
+  std::string section;
+  for (const ExperimentField& setting : experiment_fields(experiment)) {
+    const size_t dot = setting.name.find('.');
+    const std::string prefix = dot == std::string::npos ? "" : setting.name.substr(0, dot);
+    if (prefix != section && !prefix.empty()) text += prefix + ":\n";
+    section = prefix;
+    text += (prefix.empty() ? setting.name : "  " + setting.name.substr(dot + 1)) + ": " +
+            setting.value + "\n";
+  }
+  return text;
+}
+
+std::vector<ExperimentField> experiment_fields(const Experiment& experiment) {
+  std::vector<ExperimentField> settings;
+  for (const KeyRule& rule : kKeys) {
+    if (rule.write == nullptr) continue;
+    std::string value = rule.write(experiment);
+    if (!value.empty()) settings.push_back({std::string(rule.key.name), std::move(value)});
+  }
+  return settings;
+}
+
+std::string nearest_name(std::string_view name, std::span<const std::string_view> known) {
+  const auto distance = [](std::string_view a, std::string_view b) {
+    std::vector<size_t> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+    for (size_t i = 1; i <= a.size(); ++i) {
+      size_t diagonal = row[0];
+      row[0] = i;
+      for (size_t j = 1; j <= b.size(); ++j) {
+        const size_t change = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+        diagonal = row[j];
+        row[j] = std::min({change, row[j] + 1, row[j - 1] + 1});
+      }
+    }
+    return row[b.size()];
+  };
+  std::string_view best;
+  size_t best_distance = std::max<size_t>(2, name.size() / 3) + 1;
+  for (const std::string_view candidate : known) {
+    const size_t d = distance(name, candidate);
+    if (d < best_distance) {
+      best = candidate;
+      best_distance = d;
+    }
+  }
+  return std::string(best);
+}
+
+}  // namespace replayeval

@@ -1,0 +1,516 @@
+// Experiment files: strictness, places of errors, include, --set, seeds, resolved text.
+#include "harness/experiment.h"
+
+#include <doctest/doctest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "harness/command_line.h"
+
+namespace replayeval {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// A folder for the files of one test, removed afterwards.
+class Folder {
+ public:
+  Folder()
+      : path_(fs::temp_directory_path() / ("replayeval-experiment-" + std::to_string(getpid()) +
+                                           "-" + std::to_string(next_++))) {
+    fs::create_directories(path_);
+  }
+  ~Folder() { fs::remove_all(path_); }
+  std::string write(const std::string& name, const std::string& text) const {
+    const fs::path file = path_ / name;
+    fs::create_directories(file.parent_path());
+    std::ofstream(file, std::ios::binary) << text;
+    return file.string();
+  }
+  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
+
+ private:
+  static inline int next_ = 0;
+  fs::path path_;
+};
+
+const std::string kModel = std::string(REPLAYEVAL_SOURCE_DIR) + "/models/mini-mamba2";
+const std::string kSample = std::string(REPLAYEVAL_SOURCE_DIR) + "/datasets/sample";
+
+/// A complete experiment, for tests that add to it.
+std::string minimal() {
+  return "job: kl\nmodel: " + kModel + "\ndata: {kind: pg19, path: " + kSample +
+         ", tokens: 64}\nstates: [fp32@L=1, nvfp4+sr]\n";
+}
+
+std::string error_of(const std::string& file, const std::vector<std::string>& settings = {}) {
+  try {
+    load_experiment(file, settings);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("(another error) ") + error.what();
+  }
+  return "(no error)";
+}
+
+std::vector<std::string> names(const std::vector<StatePrecision>& states) {
+  std::vector<std::string> list;
+  for (const StatePrecision& state : states) list.push_back(state.name);
+  return list;
+}
+
+TEST_CASE("a minimal experiment gets the defaults of the table") {
+  const Folder folder;
+  const Experiment e = load_experiment(folder.write("small.yaml", minimal()));
+  CHECK(e.job == "kl");
+  CHECK(e.model == kModel);
+  CHECK(e.model_folder == kModel);
+  CHECK(e.tokenizer == kModel);
+  CHECK(e.data.kind == DataSource::Kind::kPg19);
+  CHECK(e.data.path == kSample);
+  CHECK(e.data.split == "test");
+  CHECK_FALSE(e.data.documents.has_value());
+  CHECK(e.data.ids.empty());
+  REQUIRE(e.data.tokens.has_value());
+  CHECK(*e.data.tokens == 64);
+  CHECK_FALSE(e.data.join);
+  CHECK(e.state_options.window == 16);
+  CHECK(e.state_options.seed == 1u);
+  CHECK(e.baseline.name == "fp32");
+  CHECK(names(e.states) == std::vector<std::string>{"fp32@L=1", "nvfp4+sr"});
+  CHECK(e.device == "cpu");
+  CHECK(e.compute == ComputeType::fp32);
+  CHECK(e.dense == DenseMode::invariant);
+  CHECK(e.kernels == KernelForm::fast);
+  CHECK(e.threads == 0);
+  CHECK(e.chunk_tokens == 256);
+  CHECK(e.prompt_tokens == 0);
+  CHECK(e.out == fs::path("out/small"));
+}
+
+TEST_CASE("every key is read") {
+  const Folder folder;
+  const std::string file = folder.write(
+      "all.yaml", "job: kl\nhub: " + (folder / "hub") + "\nmodel: " + kModel +
+                      "\ntokenizer: " + kModel +
+                      "/tokenizer.model\ndt_clamp: none\n"
+                      "data:\n  kind: pg19\n  path: " +
+                      kSample +
+                      "\n  split: validation\n  documents: [2, 1]\n  tokens: 4096\n  join: true\n"
+                      "window: 8\ngdn_fold: cached\nflush_output: read\nring: fp32\nring_u: bf16\n"
+                      "beta: bf16\ndot: tf32\nseed: 18446744073709551615\nbaseline: bf16\n"
+                      "states:\n  - nvfp4@L=4\ndevice: cpu\ncompute: bf16\ndense: fast\n"
+                      "kernels: reference\nthreads: 3\nchunk_tokens: 7\nprompt_tokens: 100\n"
+                      "prefill_chunk: 50\nstate_error_every: 16\nout: elsewhere\n");
+  const Experiment e = load_experiment(file);
+  CHECK(e.hub == folder / "hub");
+  CHECK(e.tokenizer == kModel + "/tokenizer.model");
+  CHECK(e.dt_clamp == DtClamp::none);
+  CHECK(e.data.split == "validation");
+  CHECK(e.data.ids == std::vector<std::string>{"2", "1"});
+  CHECK(e.data.join);
+  CHECK(e.state_options.window == 8);
+  CHECK(e.state_options.gdn_fold == GdnFold::cached);
+  CHECK(e.state_options.flush_output == FlushOutput::read);
+  CHECK(e.state_options.ring == RingType::fp32);
+  CHECK(e.state_options.ring_u == RecordType::bf16);
+  CHECK(e.state_options.beta == RecordType::bf16);
+  CHECK(e.state_options.dot == DotType::tf32);
+  CHECK(e.state_options.seed == 18446744073709551615u);
+  CHECK(e.baseline.name == "bf16");
+  CHECK(e.compute == ComputeType::bf16);
+  CHECK(e.dense == DenseMode::fast);
+  CHECK(e.kernels == KernelForm::reference);
+  CHECK(e.threads == 3);
+  CHECK(e.chunk_tokens == 7);
+  CHECK(e.prompt_tokens == 100);
+  CHECK(e.prefill_chunk == 50);
+  CHECK(e.state_error_every == 16);
+  CHECK(e.out == "elsewhere");
+  // Each key stands in the resolved text with the value given, so no row of the table reads or
+  // writes another's member.
+  const std::vector<ExperimentField> fields = experiment_fields(e);
+  const auto value = [&](const std::string& name) {
+    const auto field = std::ranges::find(fields, name, &ExperimentField::name);
+    return field == fields.end() ? std::string("(none)") : field->value;
+  };
+  CHECK(value("dt_clamp") == "none");
+  CHECK(value("data.split") == "validation");
+  CHECK(value("data.documents") == "[2, 1]");
+  CHECK(value("data.tokens") == "4096");
+  CHECK(value("data.join") == "true");
+  CHECK(value("window") == "8");
+  CHECK(value("gdn_fold") == "cached");
+  CHECK(value("flush_output") == "read");
+  CHECK(value("ring") == "fp32");
+  CHECK(value("ring_u") == "bf16");
+  CHECK(value("beta") == "bf16");
+  CHECK(value("dot") == "tf32");
+  CHECK(value("seed") == "18446744073709551615");
+  CHECK(value("baseline") == "bf16");
+  CHECK(value("compute") == "bf16");
+  CHECK(value("dense") == "fast");
+  CHECK(value("kernels") == "reference");
+  CHECK(value("threads") == "3");
+  CHECK(value("chunk_tokens") == "7");
+  CHECK(value("prompt_tokens") == "100");
+  CHECK(value("prefill_chunk") == "50");
+  CHECK(value("state_error_every") == "16");
+  CHECK(value("out") == "elsewhere");
+}
+
+TEST_CASE("the resolved text reads back as the same experiment") {
+  const Folder folder;
+  const std::string odd = folder / "a folder, with: odd #name";
+  fs::create_directories(odd);
+  folder.write("mine.yaml",
+               "element: {exponent: 3, mantissa: 2, bias: 3}\nblock: {axis: state_dim, size: 32, "
+               "scale: e8m0}\n");
+  for (const std::vector<std::string>& settings : std::vector<std::vector<std::string>>{
+           {},
+           {"seeds=3", "states=[nvfp4+sr, fp16+sr/nvfp4, fp32/nvfp4, \"fp8@layers=0,2\"]"},
+           {"data.documents=[1, 2]", "data.join=true", "data.tokens=all", "out=\"" + odd + "\""},
+           {"data.kind=text", "data.path=\"" + odd + "\"", "window=4", "baseline=fp32@L=1"}}) {
+    const Experiment first = load_experiment(folder.write("first.yaml", minimal()), settings);
+    const std::string text = resolved_text(first);
+    CAPTURE(text);
+    const Experiment second = load_experiment(folder.write("second.yaml", text));
+    CHECK(resolved_text(second) == text);
+    CHECK(names(second.states) == names(first.states));
+    for (size_t s = 0; s < std::min(first.states.size(), second.states.size()); ++s) {
+      CHECK(state_identity(second.states[s], second.baseline) ==
+            state_identity(first.states[s], first.baseline));
+    }
+    CHECK(second.data.path == first.data.path);
+    CHECK(second.out == first.out);
+  }
+}
+
+TEST_CASE("unknown keys name line, column and the nearest key") {
+  const Folder folder;
+  const std::string file = folder.write("a.yaml", minimal() + "chunk_token: 4\n");
+  CHECK(error_of(file) ==
+        file + ":5:1: unknown key 'chunk_token'; the nearest known key is 'chunk_tokens'");
+  const std::string nested = folder.write("b.yaml", "job: kl\ndata:\n  pth: x\n");
+  CHECK(error_of(nested) ==
+        nested + ":3:3: unknown key 'data.pth'; the nearest known key is 'data.path'");
+  const std::string far = folder.write("c.yaml", "something_else_entirely: 1\n");
+  CHECK(error_of(far) ==
+        far + ":1:1: unknown key 'something_else_entirely'; `replayeval list keys` prints all");
+  CHECK(error_of(folder.write("d.yaml", minimal()), {"windw=4"}) ==
+        "--set: unknown key 'windw'; the nearest known key is 'window'");
+}
+
+TEST_CASE("wrong values name line, column, key, what was expected and what was there") {
+  const Folder folder;
+  struct Case {
+    const char* line;
+    const char* message;  // after "FILE:5:"
+  };
+  for (const Case& c : std::vector<Case>{
+           {"window: 0", "9: window: expected a whole number from 1 to 64, got '0'"},
+           {"window: 65", "9: window: expected a whole number from 1 to 64, got '65'"},
+           {"window: [4]", "9: window: expected a whole number from 1 to 64, got a list of 1"},
+           {"window: 4.0", "9: window: expected a whole number from 1 to 64, got '4.0'"},
+           {"window: ", "1: window: expected a whole number from 1 to 64, got nothing"},
+           {"threads: -1", "10: threads: expected a whole number from 0 to 4096, got '-1'"},
+           {"seed: 18446744073709551616",
+            "7: seed: expected a whole number from 0 to 18446744073709551615, got "
+            "'18446744073709551616'"},
+           {"compute: fp16", "10: compute: expected fp32 | bf16, got 'fp16'"},
+           {"gdn_fold: closed", "11: gdn_fold: expected one of rederive cached, got 'closed'"},
+           {"dense: {a: b}", "8: dense: expected invariant | fast, got a map"},
+           {"baseline: nvfp4@layers=0",
+            "11: baseline: nvfp4@layers=0: the baseline holds for the whole model; expected no "
+            "layers= or heads="},
+           {"dump_states: true",
+            "14: dump_states: not available in this version; expected no such key, or false"},
+           {"speculate: 4",
+            "12: speculate: not available in this version; expected no such key, or 0"},
+           {"prompt_tokens: 64",
+            "16: prompt_tokens: expected less than data.tokens (64), got 64; nothing would be left "
+            "to compare"},
+           {"prefill_chunk: 8",
+            "16: prefill_chunk: got 8 without a prompt; expected prompt_tokens above 0"},
+           {"formats: {nvfp4: x.yaml}",
+            "11: formats: 'nvfp4' is a built-in format; expected another name"},
+           {"formats: {My-Format: x.yaml}",
+            "11: formats: expected a name of a-z, 0-9 and _, got 'My-Format'"},
+       }) {
+    CAPTURE(c.line);
+    const std::string file = folder.write("a.yaml", minimal() + c.line + "\n");
+    CHECK(error_of(file) == file + ":5:" + c.message);
+  }
+  CHECK(error_of(folder.write("off.yaml", minimal() + "dump_states: false\nspeculate: 0\n")) ==
+        "(no error)");
+
+  const auto states_error = [&](const std::string& states) {
+    const std::string file =
+        folder.write("s.yaml", "job: kl\nmodel: " + kModel + "\ndata: {path: " + kSample +
+                                   "}\nstates:\n" + states);
+    const std::string error = error_of(file);
+    return error.starts_with(file + ":") ? error.substr(file.size() + 1) : error;
+  };
+  CHECK(states_error("  - fp32\n  - fp32/nvfp5+sr\n")
+            .starts_with("6:5: states: fp32/nvfp5+sr: unknown format 'nvfp5'; known: fp32 "));
+  CHECK(states_error("  - nvfp4\n  - nvfp4@L=16\n") ==
+        "6:5: states: nvfp4: the same state as 'nvfp4' before it");
+  CHECK(states_error("  - nvfp4+sr\n  - nvfp4+sr@seed=1\n") ==
+        "6:5: states: nvfp4+sr@seed=1: the same state as 'nvfp4+sr' before it");
+  CHECK(states_error("  - {a: b}\n") ==
+        "5:5: states: expected a state precision such as fp16+sr/nvfp4, got a map");
+  CHECK(states_error("  []\n") ==
+        "5:3: states: expected at least one state precision, got an empty list");
+  CHECK(states_error("  [nvfp4@layers=0-5,7]\n").find("needs quotes") != std::string::npos);
+
+  const auto data_error = [&](const std::string& data) {
+    const std::string file = folder.write(
+        "d.yaml", "job: kl\nmodel: " + kModel + "\ndata: " + data + "\nstates: [fp16]\n");
+    const std::string error = error_of(file);
+    return error.starts_with(file + ":") ? error.substr(file.size() + 1) : error;
+  };
+  CHECK(data_error("x") ==
+        "3:7: data: expected a map with some of kind path split documents tokens join, got 'x'");
+  CHECK(data_error("{path: " + kSample + ", documents: 0}")
+            .find("data.documents: expected a number of documents (at least 1)") !=
+        std::string::npos);
+  CHECK(data_error("{path: " + kSample + ", documents: [1, 1]}")
+            .find("document '1' is listed twice") != std::string::npos);
+  CHECK(data_error("{path: " + kSample + ", tokens: 1}")
+            .find("data.tokens: expected a whole number from 2") != std::string::npos);
+  CHECK(data_error("{path: " + kSample + ", join: yes}")
+            .find("data.join: expected true or false, got 'yes'") != std::string::npos);
+  CHECK(data_error("{kind: c4, path: x}").find("data.kind: expected pg19 | text, got 'c4'") !=
+        std::string::npos);
+  CHECK(data_error("{path: /no/such/file}") ==
+        "3:14: data.path: expected a file or folder, got '/no/such/file', which does not exist");
+  const std::string no_path = data_error("{kind: pg19}");
+  CHECK(
+      no_path.find(
+          "data.path: missing; expected the folder of PG-19 with metadata.csv and test/<id>.txt") !=
+      std::string::npos);
+  CHECK(no_path.find("https://github.com/google-deepmind/pg19") != std::string::npos);
+  CHECK(no_path.find("--set data.path=") != std::string::npos);
+}
+
+TEST_CASE("broken files") {
+  const Folder folder;
+  const std::string not_yaml = folder.write("a.yaml", "job: kl\nstates: [fp32\n");
+  CHECK(error_of(not_yaml).starts_with(not_yaml + ":3:1: not valid YAML: "));
+  const std::string twice = folder.write("b.yaml", "job: kl\nwindow: 4\nwindow: 8\n");
+  CHECK(error_of(twice) == twice + ":3:1: key 'window' is given twice, first on line 2");
+  const std::string empty = folder.write("c.yaml", "");
+  CHECK(error_of(empty) == empty + ": expected a map of keys, got nothing");
+  const std::string list = folder.write("d.yaml", "- a\n");
+  CHECK(error_of(list) == list + ":1:1: expected a map of keys, got a list of 1");
+  CHECK(error_of(folder / "none.yaml") ==
+        "(another error) " + (folder / "none.yaml") + ": cannot be read");
+  const std::string job = folder.write("e.yaml", "model: x\n");
+  CHECK(error_of(job) ==
+        job + ": job: missing; expected kl | score; give it in the file or with --set job=...");
+  const std::string score = folder.write("f.yaml", "job: score\n");
+  CHECK(error_of(score) ==
+        score + ":1:6: job: 'score' is not available in this version; expected kl");
+  const std::string model = folder.write("g.yaml", "job: kl\nmodel: no/such-model\n");
+  CHECK(error_of(model).starts_with(model + ":2:8: model: "));
+}
+
+TEST_CASE("include: relative to its file, own keys override, maps merge by key") {
+  const Folder folder;
+  folder.write("base/common.yaml",
+               "window: 4\nseed: 9\ndata: {kind: pg19, tokens: 32, path: " + kSample + "}\n");
+  folder.write("base/more.yaml", "include: common.yaml\nseed: 10\nchunk_tokens: 5\n");
+  const std::string file = folder.write(
+      "x.yaml", "states: [fp16]\nwindow: 2\ninclude: base/more.yaml\njob: kl\nmodel: " + kModel +
+                    "\ndata: {tokens: 48}\n");
+  const Experiment e = load_experiment(file);
+  CHECK(e.state_options.window == 2);
+  CHECK(e.state_options.seed == 10u);
+  CHECK(e.chunk_tokens == 5);
+  CHECK(e.data.kind == DataSource::Kind::kPg19);
+  CHECK(*e.data.tokens == 48);
+  CHECK(resolved_text(e).find("include") == std::string::npos);
+
+  // The later file of a list overrides the earlier one.
+  folder.write("base/other.yaml", "window: 32\n");
+  const Experiment both = load_experiment(folder.write(
+      "y.yaml", "include: [base/common.yaml, base/other.yaml]\nstates: [fp16]\njob: kl\nmodel: " +
+                    kModel + "\n"));
+  CHECK(both.state_options.window == 32);
+
+  const std::string bad = folder.write("base/bad.yaml", "job: kl\nwindw: 3\n");
+  CHECK(error_of(folder.write("z.yaml", "include: base/bad.yaml\n"))
+            .starts_with(bad + ":2:1: unknown key 'windw'"));
+  const std::string missing = folder.write("m.yaml", "job: kl\ninclude: nowhere.yaml\n");
+  CHECK(error_of(missing) == missing + ":2:10: include: expected a file, got '" +
+                                 (folder / "nowhere.yaml") + "', which does not exist");
+  const std::string self = folder.write("self.yaml", "include: self.yaml\n");
+  CHECK(error_of(self) == self + ": include: the file includes itself");
+}
+
+TEST_CASE("--set overrides the file") {
+  const Folder folder;
+  const std::string file = folder.write("a.yaml", minimal());
+  const Experiment e = load_experiment(
+      file, std::vector<std::string>{"window=2", "data.tokens=33", "states=[fp16+sr@L=3, nvfp4]",
+                                     "data={documents: 2, join: true}", "window=3"});
+  CHECK(e.state_options.window == 3);
+  CHECK(*e.data.tokens == 33);
+  CHECK(*e.data.documents == 2);
+  CHECK(e.data.join);
+  CHECK(names(e.states) == std::vector<std::string>{"fp16+sr", "nvfp4"});
+  CHECK(names(load_experiment(file, std::vector<std::string>{"states=nvfp4@L=1;layers=0-5"})
+                  .states) == std::vector<std::string>{"nvfp4@L=1;layers=0-5"});
+
+  CHECK(error_of(file, {"window"}) == "--set window: expected key=value");
+  CHECK(error_of(file, {"window=99"}) ==
+        "--set window: window: expected a whole number from 1 to 64, got '99'");
+  CHECK(error_of(file, {"states=[fp32, nvfp5]"})
+            .starts_with("--set states: states: nvfp5: unknown format 'nvfp5'"));
+  CHECK(error_of(file, {"states=[fp32"}).starts_with("--set states: not valid YAML: "));
+  CHECK(error_of(file, {"data=3"}).starts_with("--set data: data: expected a map"));
+  CHECK(error_of(file, {"include=x"}).starts_with("--set include: "));
+}
+
+TEST_CASE("seeds: one state for each seed where something is random") {
+  const Folder folder;
+  const std::string file = folder.write("a.yaml", minimal());
+  const Experiment e = load_experiment(
+      file, std::vector<std::string>{"seed=5", "seeds=3",
+                                     "states=[fp16, nvfp4+sr, fp16/nvfp4+sr@L=8, fp8+sr@seed=2]"});
+  CHECK(names(e.listed_states) ==
+        std::vector<std::string>{"fp16", "nvfp4+sr", "fp16/nvfp4+sr@L=8", "fp8+sr@seed=2"});
+  CHECK(names(e.states) == std::vector<std::string>{"fp16", "nvfp4+sr@seed=5", "nvfp4+sr@seed=6",
+                                                    "nvfp4+sr@seed=7", "fp16/nvfp4+sr@L=8;seed=5",
+                                                    "fp16/nvfp4+sr@L=8;seed=6",
+                                                    "fp16/nvfp4+sr@L=8;seed=7", "fp8+sr@seed=2"});
+  CHECK(head_plan(e.states[3]).seed == 7u);
+  // More seeds only add states: what an earlier run stored stays valid.
+  const Experiment fewer =
+      load_experiment(file, std::vector<std::string>{"seed=5", "states=[nvfp4+sr]"});
+  CHECK(state_identity(fewer.states[0], fewer.baseline) == state_identity(e.states[1], e.baseline));
+  CHECK(error_of(file, {"seeds=2", "states=[nvfp4+sr, nvfp4+sr@seed=2]"})
+            .find("the same state as 'nvfp4+sr@seed=2'") != std::string::npos);
+}
+
+TEST_CASE("the shipped experiments are valid") {
+  const std::string root = std::string(REPLAYEVAL_SOURCE_DIR) + "/eval_configs/";
+  const Experiment quickstart = load_experiment(root + "quickstart.yaml");
+  CHECK(names(quickstart.states) == std::vector<std::string>{"fp32@L=1", "fp16+sr", "fp8+sr",
+                                                             "nvfp4+sr", "nvfp4+sr@L=1",
+                                                             "fp32/nvfp4", "fp16+sr/nvfp4"});
+  CHECK(*quickstart.data.tokens == 8192);
+  for (const std::string name : {"pg19.yaml", "pg19-128k.yaml"}) {
+    CAPTURE(name);
+    CHECK(error_of(root + name).find("https://github.com/google-deepmind/pg19") !=
+          std::string::npos);
+    const Experiment e =
+        load_experiment(root + name, std::vector<std::string>{"data.path=" + kSample});
+    CHECK(e.data.kind == DataSource::Kind::kPg19);
+  }
+}
+
+TEST_CASE("nearest name") {
+  const std::vector<std::string_view> known = {"window", "states", "data.path"};
+  CHECK(nearest_name("windw", known) == "window");
+  CHECK(nearest_name("state", known) == "states");
+  CHECK(nearest_name("data.pat", known) == "data.path");
+  CHECK(nearest_name("zzzzzz", known).empty());
+}
+
+/// What a call of the program prints on standard output, and its exit code.
+std::pair<int, std::string> run_program(const Folder& folder,
+                                        const std::vector<const char*>& arguments) {
+  const std::string file = folder / "stdout";
+  std::fflush(stdout);
+  const int saved = dup(STDOUT_FILENO);
+  REQUIRE(std::freopen(file.c_str(), "w", stdout) != nullptr);
+  std::vector<const char*> argv = {"replayeval"};
+  argv.insert(argv.end(), arguments.begin(), arguments.end());
+  const int code = run_command_line(static_cast<int>(argv.size()), argv.data());
+  std::fflush(stdout);
+  dup2(saved, STDOUT_FILENO);
+  close(saved);
+  std::ifstream stream(file);
+  return {code, std::string(std::istreambuf_iterator<char>(stream), {})};
+}
+
+TEST_CASE("list keys prints every key") {
+  const Folder folder;
+  const auto [code, text] = run_program(folder, {"list", "keys"});
+  CHECK(code == 0);
+  std::set<std::string> seen;
+  for (const ExperimentKey& key : experiment_keys()) {
+    CAPTURE(key.name);
+    CHECK(seen.insert(std::string(key.name)).second);
+    CHECK(text.find("\n" + std::string(key.name) + " ") != std::string::npos);
+    CHECK_FALSE(key.help.empty());
+  }
+  // The keys that the design names.
+  for (const std::string name : {"job",
+                                 "model",
+                                 "tokenizer",
+                                 "hub",
+                                 "dt_clamp",
+                                 "seeds",
+                                 "slots",
+                                 "on_bad_item",
+                                 "speculate",
+                                 "acceptance",
+                                 "formats",
+                                 "data.kind",
+                                 "window",
+                                 "baseline",
+                                 "states",
+                                 "seed",
+                                 "device",
+                                 "compute",
+                                 "dense",
+                                 "threads",
+                                 "chunk_tokens",
+                                 "prompt_tokens",
+                                 "prefill_chunk",
+                                 "gdn_fold",
+                                 "flush_output",
+                                 "ring",
+                                 "ring_u",
+                                 "beta",
+                                 "dot",
+                                 "dump_states",
+                                 "state_error_every",
+                                 "snapshot_tokens",
+                                 "out",
+                                 "kernels"}) {
+    CAPTURE(name);
+    CHECK(seen.contains(name));
+  }
+  CHECK(text.find("\ninclude ") != std::string::npos);
+}
+
+TEST_CASE("exit codes of the command line") {
+  const Folder folder;
+  CHECK(run_program(folder, {"list", "formats"}).first == 0);
+  CHECK(run_program(folder, {"list", "nothing"}).first == 2);
+  CHECK(run_program(folder, {"--help"}).first == 0);
+  CHECK(run_program(folder, {}).first == 2);
+  CHECK(run_program(folder, {"no-such-command"}).first == 2);
+  CHECK(run_program(folder, {"compare", "a", "b"}).first == 2);
+  CHECK(run_program(folder, {"run"}).first == 2);
+  const std::string wrong = folder.write("w.yaml", "job: kl\nwindw: 1\n");
+  CHECK(run_program(folder, {"run", wrong.c_str()}).first == 2);
+  const std::string none = folder / "none.yaml";
+  CHECK(run_program(folder, {"run", none.c_str()}).first == 1);
+  CHECK(run_program(folder, {"check", "quant", none.c_str()}).first == 1);
+}
+
+}  // namespace
+}  // namespace replayeval
