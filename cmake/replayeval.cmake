@@ -46,9 +46,10 @@ function(replayeval_simd name)
   endforeach()
 endfunction()
 
-# replayeval_test(folder DEPENDS target...): one doctest executable from tests/<folder>/*.cc, found by CTest.
+# replayeval_test(folder DEPENDS target... SUITES suite...): one doctest executable from tests/<folder>/*.cc. CTest runs the cases
+# outside of the suites reference, slow and gpu under the label unit, and each suite named here under its own label.
 function(replayeval_test folder)
-  cmake_parse_arguments(arg "" "" "DEPENDS" ${ARGN})
+  cmake_parse_arguments(arg "" "" "DEPENDS;SUITES" ${ARGN})
   file(GLOB sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/tests/${folder}/*.cc)
   if(NOT sources)
     return()
@@ -58,5 +59,11 @@ function(replayeval_test folder)
     doctest::doctest)
   target_compile_definitions(test_${folder} PRIVATE
     REPLAYEVAL_SOURCE_DIR="${PROJECT_SOURCE_DIR}" REPLAYEVAL_SHARED_DIR="${PROJECT_SOURCE_DIR}/../shared")
-  add_test(NAME ${folder} COMMAND test_${folder} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  add_test(NAME ${folder} COMMAND test_${folder} --test-suite-exclude=reference,slow,gpu
+    WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  set_tests_properties(${folder} PROPERTIES LABELS unit)
+  foreach(suite ${arg_SUITES})
+    add_test(NAME ${folder}_${suite} COMMAND test_${folder} --test-suite=${suite} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+    set_tests_properties(${folder}_${suite} PROPERTIES LABELS ${suite})
+  endforeach()
 endfunction()
