@@ -16,9 +16,10 @@ enum class KvType : uint8_t { fp32, bf16 };
 /// Tokens in a page; page i holds absolute positions 64 i .. 64 i + 63.
 constexpr int64_t kKvPage = 64;
 
-/// Keys and values of one row of one attention layer. A page holds, a KV head after the other, K
-/// transposed [head_dim, 64] and V [64, head_dim rounded up to 16]. Growing allocates pages and
-/// never moves old ones. Movable; copies are explicit.
+/// Keys and values of one row of one attention layer. A page holds, for one KV head after the
+/// other, K as two panels [head_dim, 32 positions] and V as panels of 32 channels [64 positions,
+/// 32] (the last one padded with zeros). Growing allocates pages and never moves old ones. Movable;
+/// copies are explicit.
 class KvCache {
  public:
   /// Throws std::invalid_argument unless kv_heads >= 1 and head_dim >= 1.
@@ -44,27 +45,27 @@ class KvCache {
   size_t bytes() const { return pages_.size() * page_bytes_; }
   static size_t bytes_needed(int kv_heads, int head_dim, KvType type, int64_t length);
 
-  /// Start of K (or V) of one KV head in a page; element type as `type()`.
-  const void* key_page(int64_t page, int kv_head) const {
-    return pages_[page].get() + kv_head * head_bytes_;
+  /// Start of K and of V of one KV head in a page; elements as `type()`.
+  const std::byte* key_page(int64_t page, int kv_head) const {
+    return pages_[static_cast<size_t>(page)].get() + static_cast<size_t>(kv_head) * head_bytes_;
   }
-  const void* value_page(int64_t page, int kv_head) const {
-    return pages_[page].get() + kv_head * head_bytes_ + key_bytes_;
+  const std::byte* value_page(int64_t page, int kv_head) const {
+    return key_page(page, kv_head) + key_bytes_;
   }
-  /// Elements between the tokens of a V page.
-  int64_t value_stride() const { return value_stride_; }
+  /// head_dim rounded up to whole panels of V.
+  int64_t padded_dim() const { return padded_dim_; }
 
  private:
   struct PageDelete {
     void operator()(std::byte* page) const;
   };
   using Page = std::unique_ptr<std::byte[], PageDelete>;
-  Page allocate() const;
+  Page allocate() const;  // zeros; null without memory
 
   int kv_heads_;
   int head_dim_;
   KvType type_;
-  int64_t value_stride_;
+  int64_t padded_dim_;
   size_t key_bytes_;
   size_t head_bytes_;
   size_t page_bytes_;
