@@ -172,12 +172,18 @@ RunPlan read_manifest(const fs::path& folder) {
   }
 }
 
-/// What must be equal between a folder and a request, in the order in which differences are named.
-std::vector<Setting> fixed_fields(const RunPlan& plan) {
+/// The settings that must be equal between a folder and a request.
+std::vector<Setting> fixed_settings(const RunPlan& plan) {
   std::vector<Setting> fields;
   for (const Setting& setting : plan.settings) {
     if (setting_rule(setting.key) == SettingRule::fixed) fields.push_back(setting);
   }
+  return fields;
+}
+
+/// What else must be equal.
+std::vector<Setting> fixed_run_fields(const RunPlan& plan) {
+  std::vector<Setting> fields;
   const RunInfo& run = plan.run;
   fields.push_back({"job", run.job});
   fields.push_back({"model_sha256", run.model_sha256});
@@ -202,7 +208,8 @@ std::vector<Setting> fixed_fields(const RunPlan& plan) {
 
 std::string fingerprint(const RunPlan& plan) {
   std::string text;
-  std::vector<Setting> fields = fixed_fields(plan);
+  std::vector<Setting> fields = fixed_settings(plan);
+  for (Setting& field : fixed_run_fields(plan)) fields.push_back(std::move(field));
   std::sort(fields.begin(), fields.end(), [](const Setting& a, const Setting& b) {
     return std::tie(a.key, a.value) < std::tie(b.key, b.value);
   });
@@ -222,21 +229,23 @@ std::string fingerprint(const RunPlan& plan) {
                               shown(asked) + "; use the same value or another --out");
 }
 
+void check_equal(const fs::path& folder, const std::vector<Setting>& stored,
+                 const std::vector<Setting>& asked) {
+  std::map<std::string, std::string> have, want;
+  for (const Setting& s : stored) have[s.key] = s.value;
+  for (const Setting& s : asked) want[s.key] = s.value;
+  for (const auto& [key, value] : have) {
+    if (want[key] != value) refuse(folder, key, value, want[key]);
+  }
+  for (const auto& [key, value] : want) {
+    if (have[key] != value) refuse(folder, key, have[key], value);
+  }
+}
+
 /// Throws unless `asked` equals `stored` or is a growth of it.
 void check_growth(const fs::path& folder, const RunPlan& stored, const RunPlan& asked) {
-  std::map<std::string, std::string> old_fields, new_fields;
-  const std::vector<Setting> stored_fields = fixed_fields(stored);
-  const std::vector<Setting> asked_fields = fixed_fields(asked);
-  for (const Setting& s : stored_fields) old_fields.emplace(s.key, s.value);
-  for (const Setting& s : asked_fields) new_fields.emplace(s.key, s.value);
-  for (const Setting& s : stored_fields) {
-    auto found = new_fields.find(s.key);
-    const std::string& value = found == new_fields.end() ? std::string() : found->second;
-    if (value != s.value && old_fields[s.key] == s.value) refuse(folder, s.key, s.value, value);
-  }
-  for (const Setting& s : asked_fields) {
-    if (!old_fields.contains(s.key)) refuse(folder, s.key, "", s.value);
-  }
+  check_equal(folder, fixed_settings(stored), fixed_settings(asked));
+  check_equal(folder, fixed_run_fields(stored), fixed_run_fields(asked));
   for (const StateInfo& state : stored.states) {
     auto same_name = std::find_if(asked.states.begin(), asked.states.end(),
                                   [&](const StateInfo& other) { return other.name == state.name; });
