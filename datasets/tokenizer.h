@@ -21,19 +21,29 @@ struct DecodeRules {
     kStream,         // pieces are bytes of one UTF-8 stream; one U+FFFD for each invalid sequence
     kRunOrReplaced,  // a run of byte pieces is text if it is valid UTF-8 as a whole, otherwise one
                      // U+FFFD a byte
-    kRun,  // a run of byte pieces is UTF-8 of its own; one U+FFFD for each byte that starts no code
-           // point
+    kRun,  // a run of byte pieces is UTF-8 of its own; one U+FFFD for each byte that belongs to no
+           // code point
+  };
+  enum class LeadingSpace {
+    kKeep,
+    kDropFirst,     // the text loses one space at its very beginning
+    kDropOfPiece,   // the first text piece loses one, if nothing stands before it
+    kDropOfPieces,  // every text piece loses one until there is text
   };
   Bytes bytes = Bytes::kStream;
-  bool strip_leading_space = false;  // the first text piece loses one leading space
+  LeadingSpace leading_space = LeadingSpace::kKeep;
 };
 
 /// One token for the decoder.
 struct TokenPiece {
-  enum class Kind { kText, kByte, kControl };
-  std::string_view bytes;  // UTF-8 for kText (any bytes under Bytes::kStream), one byte for kByte,
-                           // empty for kControl
-  Kind kind = Kind::kControl;
+  enum class Kind {
+    kText,     // `bytes` is UTF-8 (any bytes under Bytes::kStream)
+    kByte,     // `bytes` is one byte of a run
+    kControl,  // a token without text; ends a run of bytes
+    kAbsent,   // the id has no token
+  };
+  Kind kind = Kind::kAbsent;
+  std::string_view bytes;
 };
 
 /// A vocabulary with its rules. Immutable after loading; all functions may be called from several
@@ -75,7 +85,7 @@ class Tokenizer {
   /// Id of a token by its name in the file ("<s>", "<|im_end|>"), absent if there is none.
   virtual std::optional<int32_t> id_of(std::string_view token) const = 0;
 
-  /// What the decoder needs of one id; an id without a token gives an empty kControl piece.
+  /// What the decoder needs of one id (any number).
   virtual TokenPiece piece(int32_t id) const = 0;
   virtual DecodeRules decode_rules() const = 0;
 
@@ -111,11 +121,13 @@ class StreamingDecoder {
   std::string finish();
 
  private:
-  void end_run(std::string* out);
+  void put(std::string_view text, bool piece, std::string* out);
+  void settle(bool end_of_run, std::string* out);
   const Tokenizer* tokenizer_;
   DecodeRules rules_;
-  std::string pending_;  // bytes that are not certain yet
-  bool first_ = true;
+  std::string pending_;         // bytes that are not text yet
+  bool nothing_yet_ = true;     // no text so far
+  bool space_dropped_ = false;  // the leading space is gone, or there was none
 };
 
 /// Result of check_tokenizer.
