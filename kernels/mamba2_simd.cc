@@ -161,8 +161,8 @@ REPLAYEVAL_INLINE void fold_tile(float* state, int64_t stride, Lanes carry, cons
       }
       // An unused lane of a partial vector may be 0 * infinity; it is no element.
       if (kCheck) {
-        *finite =
-            fma(kVectors == 1 ? keep_first(acc[i][k], count) : acc[i][k], splat(0.0f), *finite);
+        const Lanes element = kVectors == 1 ? keep_first(acc[i][k], count) : acc[i][k];
+        finite[k] = fma(element, splat(0.0f), finite[k]);
       }
     }
   }
@@ -186,22 +186,25 @@ template <bool kCheck>
 __attribute__((noinline)) bool fold(float* state, int head_dim, int n, float carry, const float* u,
                                     int64_t u_stride, const float* v, int64_t v_stride,
                                     int records) {
-  Lanes finite = splat(0.0f);
+  Lanes finite[kFoldVectors];
+  for (Lanes& f : finite) f = splat(0.0f);
   const Lanes a = splat(carry);
   int p = 0;
   for (; p + kFoldRows <= head_dim; p += kFoldRows) {
     fold_rows<kFoldRows, kCheck>(state + int64_t{p} * n, n, a, u + p, u_stride, v, v_stride,
-                                 records, &finite);
+                                 records, finite);
   }
   for (; p < head_dim; ++p) {
     fold_rows<1, kCheck>(state + int64_t{p} * n, n, a, u + p, u_stride, v, v_stride, records,
-                         &finite);
+                         finite);
   }
   if (!kCheck) return false;
   float lanes[kLanes];
-  store(lanes, finite);
-  for (float lane : lanes) {
-    if (lane != 0.0f) return false;  // NaN
+  for (const Lanes& f : finite) {
+    store(lanes, f);
+    for (float lane : lanes) {
+      if (lane != 0.0f) return false;  // NaN
+    }
   }
   return true;
 }
@@ -276,6 +279,7 @@ bool mamba2_span(const Mamba2Span& s) {
   for (int i = 0; i < kBlocks; ++i) decay[i] = splat(0.0f);
   float total = 0.0f;
   const int first_query = s.records - s.queries;
+  const int window_queries = s.queries - (s.read_new ? 1 : 0);
   const int blocks = (s.records + kLanes - 1) / kLanes;
   for (int t = 0; t < s.records; ++t) {
     const float g = dt[t] * s.decay_log2;
@@ -285,8 +289,8 @@ bool mamba2_span(const Mamba2Span& s) {
       if (i * kLanes < t)
         decay[i] = decay[i] + keep_first(splat(g), smaller(kLanes, t - i * kLanes));
     }
-    if (t < first_query) continue;
     const int q = t - first_query;
+    if (q < 0 || q >= window_queries) continue;
     for (int i = 0; i < kBlocks; ++i) {
       if (i * kLanes > t) break;
       const Lanes w = exp2_lanes(decay[i]) * load(dt + i * kLanes);
@@ -299,7 +303,6 @@ bool mamba2_span(const Mamba2Span& s) {
     store_part(carry + i * kLanes, exp2_lanes(load_part(carry + i * kLanes, count)), count);
   }
 
-  const int window_queries = s.queries - (s.read_new ? 1 : 0);
   if (window_queries > 0) {
     dot_rows(s.read_state, s.state_dim, s.head_dim, s.c, s.c_stride, window_queries, s.state_dim, z,
              p_stride);
@@ -323,7 +326,9 @@ bool mamba2_span(const Mamba2Span& s) {
     const float* x = s.x + j * s.x_stride;
     float* left = u + j * p_stride;
     if (exact) {
-      for (int p = 0; p < s.head_dim; ++p) left[p] = w[j] * x[p];
+      int p = 0;
+      for (; p + kLanes <= s.head_dim; p += kLanes) store(left + p, splat(w[j]) * load(x + p));
+      if (p < s.head_dim) store(left + p, splat(w[j]) * load_part(x + p, s.head_dim - p));
       continue;
     }
     const float* b = s.b + j * s.b_stride;
