@@ -7,6 +7,10 @@
 
 #if defined(__CUDACC__)
 #define REPLAYEVAL_HD __host__ __device__
+#elif defined(REPLAYEVAL_SIMD_NAMESPACE)
+// No out-of-line copy for a wider instruction set may reach the linker, which would use it
+// everywhere.
+#define REPLAYEVAL_HD __attribute__((always_inline))
 #else
 #define REPLAYEVAL_HD
 #endif

@@ -156,6 +156,18 @@ REPLAYEVAL_HD constexpr float candidate_value(const FormatDescriptor& d, float p
                                  : product * outer.amax / (d.scale_max * d.divisor);
 }
 
+/// The zero point of a block from its extremes (NaN ignored, infinity taken as FLT_MAX), as its
+/// code: minimum, or midpoint = 0.5 least + 0.5 most.
+REPLAYEVAL_HD constexpr uint32_t zero_point_code(const FormatDescriptor& d, float least,
+                                                 float most) {
+  float z = d.zero_point == ZeroPoint::minimum ? least : 0.5f * least + 0.5f * most;
+  return d.zero_point_fp32 ? float_bits(z) : encode_float(d.zero_point_number, z);
+}
+
+REPLAYEVAL_HD constexpr float zero_point_value(const FormatDescriptor& d, uint32_t code) {
+  return d.zero_point_fp32 ? bits_float(code) : decode_float(d.zero_point_number, code);
+}
+
 /// Code of one scaled element y. `random` is the Philox word; used only with `stochastic`.
 REPLAYEVAL_HD constexpr uint32_t encode_element(const FormatDescriptor& d, float y, bool stochastic,
                                                 uint32_t random) {

@@ -35,17 +35,6 @@ uint32_t load_code(const std::byte* codes, int size, size_t index) {
   return code;
 }
 
-/// The zero point of a block from its extremes (NaN ignored, infinity taken as FLT_MAX), as its
-/// code.
-uint32_t zero_point_code(const FormatDescriptor& d, float least, float most) {
-  float z = d.zero_point == ZeroPoint::minimum ? least : 0.5f * least + 0.5f * most;
-  return d.zero_point_fp32 ? float_bits(z) : encode_float(d.zero_point_number, z);
-}
-
-float zero_point_value(const FormatDescriptor& d, uint32_t code) {
-  return d.zero_point_fp32 ? bits_float(code) : decode_float(d.zero_point_number, code);
-}
-
 }  // namespace
 
 void encode_reference(const EncodeTask& task, EncodeCounts* counts) {
@@ -55,7 +44,7 @@ void encode_reference(const EncodeTask& task, EncodeCounts* counts) {
   std::byte* packed = task.packed;
   std::memset(packed, 0, l.columns);
   bool blocks = d.block_scale != BlockScale::none;
-  std::vector<float> shifted(task.x, task.x + static_cast<size_t>(l.head_dim) * columns);
+  const float* x = task.x;
 
   auto each_in_block = [&](int down, int across, auto&& body) {
     for (int r = down * l.block_rows; r < (down + 1) * l.block_rows; ++r) {
@@ -65,35 +54,15 @@ void encode_reference(const EncodeTask& task, EncodeCounts* counts) {
     }
   };
 
-  if (d.zero_point != ZeroPoint::none) {
-    for (int down = 0; down < l.blocks_down; ++down) {
-      for (int across = 0; across < l.blocks_across; ++across) {
-        float least = kFloatMax, most = -kFloatMax;
-        bool any = false;
-        each_in_block(down, across, [&](int, int, size_t i) {
-          if (is_nan(shifted[i])) return;
-          any = true;
-          least = smaller(least, larger(shifted[i], -kFloatMax));
-          most = larger(most, smaller(shifted[i], kFloatMax));
-        });
-        size_t block = static_cast<size_t>(down) * l.blocks_across + across;
-        uint32_t code = any ? zero_point_code(d, least, most) : 0u;
-        store_code(packed + l.zeros, l.zero_size * 8, block, code);
-        float z = zero_point_value(d, code);
-        each_in_block(down, across, [&](int, int, size_t i) { shifted[i] = shifted[i] - z; });
-      }
-    }
-  }
-
   std::vector<OuterScale> outer(static_cast<size_t>(l.head_dim));
   float head_amax = 0;
-  for (float v : shifted) head_amax = larger(head_amax, amax_term(v));
+  for (int i = 0; i < l.head_dim * columns; ++i) head_amax = larger(head_amax, amax_term(x[i]));
   for (int r = 0; r < l.head_dim; ++r) {
     float amax = d.span == Span::layer ? task.layer_amax : head_amax;
     if (d.span == Span::row) {
       amax = 0;
       for (int c = 0; c < columns; ++c) {
-        amax = larger(amax, amax_term(shifted[static_cast<size_t>(r) * columns + c]));
+        amax = larger(amax, amax_term(x[static_cast<size_t>(r) * columns + c]));
       }
     }
     outer[r] = d.span == Span::fixed ? fixed_outer_scale(task.fixed_scale) : outer_scale(d, amax);
@@ -102,18 +71,17 @@ void encode_reference(const EncodeTask& task, EncodeCounts* counts) {
     std::memcpy(packed + l.outer + 4 * static_cast<size_t>(i), &outer[i].decode, 4);
   }
 
-  auto element = [&](float x, const ScaledBlock& scale) {
-    return d.order == ScaleOrder::modelopt && blocks ? x / scale.factor : x * scale.factor;
+  auto element = [&](float value, const ScaledBlock& scale) {
+    return d.order == ScaleOrder::modelopt && blocks ? value / scale.factor : value * scale.factor;
   };
   auto encode_one = [&](int r, int c, size_t i, const ScaledBlock& scale) {
-    float x = shifted[i];
-    float y = d.scaled() ? element(x, scale) : x;
+    float y = d.scaled() ? element(x[i], scale) : x[i];
     uint32_t random = task.stochastic ? random_word(task.key, r, c) : 0u;
     store_code(packed, l.code_size, i, encode_element(d, y, task.stochastic, random));
-    bool finite = magnitude(task.x[i]) <= kFloatMax;
+    bool finite = magnitude(x[i]) <= kFloatMax;
     counts->non_finite += finite ? 0 : 1;
     bool outside = (y > d.clip_high || y < d.clip_low) && d.saturate;
-    bool vanished = blocks && scale.scale == 0 && x != 0;
+    bool vanished = blocks && scale.scale == 0 && x[i] != 0;
     counts->vanished += vanished && finite ? 1 : 0;
     if (!outside || vanished) return;
     if (!d.scaled() || !finite) {
@@ -138,16 +106,15 @@ void encode_reference(const EncodeTask& task, EncodeCounts* counts) {
     for (int across = 0; across < l.blocks_across; ++across) {
       float amax = 0;
       each_in_block(down, across,
-                    [&](int, int, size_t i) { amax = larger(amax, amax_term(shifted[i])); });
+                    [&](int, int, size_t i) { amax = larger(amax, amax_term(x[i])); });
       ScaledBlock best = block_scale(d, amax, o, d.candidates[0]);
       float best_error = 0;
       for (int k = 0; k < d.candidate_count && d.candidate_count > 1; ++k) {
         ScaledBlock scale = block_scale(d, amax, o, d.candidates[k]);
         float error = 0;
         each_in_block(down, across, [&](int, int, size_t i) {
-          uint32_t code = encode_element(d, element(shifted[i], scale), false, 0);
-          float difference =
-              candidate_value(d, decode_element(d, code) * scale.scale, o) - shifted[i];
+          uint32_t code = encode_element(d, element(x[i], scale), false, 0);
+          float difference = candidate_value(d, decode_element(d, code) * scale.scale, o) - x[i];
           error =
               error + (d.choose == Choose::mse ? difference * difference : magnitude(difference));
         });
@@ -180,9 +147,6 @@ void decode_reference(const FormatDescriptor& d, const PackedLayout& l, const st
         value =
             value * decode_block_scale(d, load_code(packed + l.scales, l.scale_size * 8, block));
         if (l.outer_count > 0) value = value * outer;
-        if (d.zero_point != ZeroPoint::none) {
-          value = value + zero_point_value(d, load_code(packed + l.zeros, l.zero_size * 8, block));
-        }
       } else if (l.outer_count > 0) {
         value = value * outer;
       }

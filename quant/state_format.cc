@@ -210,7 +210,7 @@ void finish_scales(FormatDescriptor* d, bool default_divisor, const std::string&
     d->scale_max = d->scale_max == 0 ? 1.0f : d->scale_max;
     d->order = ScaleOrder::vllm;
   }
-  if (!(d->scale_max * d->divisor <= kFloatMax))
+  if (d->span != Span::none && !(d->scale_max * d->divisor <= kFloatMax))
     refuse(place, "divisor times the largest block scale overflows FP32");
   if (d->block_scale == BlockScale::fp32 && d->span != Span::none) {
     refuse(place, "an FP32 block scale under an outer FP32 scale; drop one of them");

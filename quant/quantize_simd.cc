@@ -1,0 +1,1001 @@
+// The vectorised interpreter of a FormatDescriptor: the same operations in the same order as
+// quantize_reference.cc on many elements at a time, bit for bit. Compiled once an instruction-set
+// level.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12: false alarms inside immintrin.h
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "quant/quantize_core.h"
+
+namespace replayeval {
+namespace REPLAYEVAL_SIMD_NAMESPACE {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint64_t Pairs __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t NibblePairs __attribute__((vector_size(kLanes / 2)));
+
+#define REPLAYEVAL_INLINE static inline __attribute__((always_inline))
+
+template <class V, class T>
+REPLAYEVAL_INLINE V load(const T* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+template <class V, class T>
+REPLAYEVAL_INLINE void store(T* to, V v) {
+  __builtin_memcpy(to, &v, sizeof(V));
+}
+
+REPLAYEVAL_INLINE Floats splat(float x) { return x - Floats{}; }
+REPLAYEVAL_INLINE Words splat_word(uint32_t x) { return x - Words{}; }
+
+REPLAYEVAL_INLINE Words word_max(Words a, Words b) { return a > b ? a : b; }
+REPLAYEVAL_INLINE Ints int_max(Ints a, Ints b) { return a > b ? a : b; }
+REPLAYEVAL_INLINE Ints int_min(Ints a, Ints b) { return a < b ? a : b; }
+
+constexpr uint32_t kMagnitude = 0x7FFFFFFFu;
+constexpr uint32_t kInfinityBits = 0x7F800000u;
+
+// ---- Numbers of a float format.
+
+struct FloatConstants {
+  int lowest, mantissa, shift, magnitude_bits;
+  uint32_t max_code, past, nan;
+  bool has_sign;
+  int random_bits, left, right;
+};
+
+REPLAYEVAL_INLINE FloatConstants float_constants(const FloatFormat& f, bool saturate,
+                                                 int random_bits) {
+  FloatConstants k{};
+  k.lowest = 128 - f.bias;
+  k.mantissa = f.mantissa_bits;
+  k.shift = 23 - f.mantissa_bits;
+  k.magnitude_bits = f.magnitude_bits();
+  k.max_code = f.max_code;
+  k.past = saturate                ? f.max_code
+           : f.inf_code != kNoCode ? f.inf_code
+           : f.nan_code != kNoCode ? f.nan_code
+                                   : f.max_code;
+  k.nan = f.nan_code != kNoCode ? f.nan_code : f.max_code;
+  k.has_sign = f.has_sign;
+  k.random_bits = random_bits;
+  k.left = random_bits > k.shift ? random_bits - k.shift : 0;
+  k.right = random_bits > k.shift ? 0 : k.shift - random_bits;
+  return k;
+}
+
+enum class Round { nearest, stochastic, up, down };
+
+/// encode_float, encode_float_stochastic and encode_float_directed. The stochastic sum is
+/// floor(significand 2^(n - shift)) + r: its bits from n up are the rounded significand.
+template <Round kRound>
+REPLAYEVAL_INLINE Words encode_floats(const FloatConstants& k, Floats y, Words random) {
+  Words bits = (Words)y;
+  Words a = bits & kMagnitude;
+  Words exponent = a >> 23;
+  Words significand = (a & 0x7FFFFFu) | (exponent > 0u ? splat_word(0x800000u) : Words{});
+  Ints over = int_max((Ints)exponent, Ints{} + 1) - k.lowest;
+  Ints above = int_max(over, Ints{});
+  Ints below = above - over;
+  Words rounded;
+  if constexpr (kRound == Round::stochastic) {
+    Ints right = int_min(below + k.right, Ints{} + 31);
+    rounded = (((significand << k.left) >> (Words)right) + (random >> (32 - k.random_bits))) >>
+              k.random_bits;
+  } else if constexpr (kRound == Round::nearest) {
+    Words shift = (Words)int_min(below + k.shift, Ints{} + 26);
+    Words half = ((splat_word(1u) << shift) >> 1) - 1u + ((significand >> shift) & 1u);
+    rounded = (significand + half) >> shift;
+  } else {
+    Words shift = (Words)int_min(below + k.shift, Ints{} + 31);
+    rounded = significand >> shift;
+    if constexpr (kRound == Round::up) {
+      rounded += (rounded << shift) != significand ? splat_word(1u) : Words{};
+    }
+  }
+  Words code = ((Words)above << k.mantissa) + rounded;
+  code = code > k.max_code ? splat_word(k.past) : code;
+  Words sign = bits >> 31;
+  if (k.has_sign) {
+    code |= sign << k.magnitude_bits;
+  } else {
+    code = sign != 0u ? Words{} : code;
+  }
+  return a > kInfinityBits ? splat_word(k.nan) : code;
+}
+
+struct DecodeConstants {
+  int mantissa, magnitude_bits, power;
+  uint32_t mask, inf, first_nan;
+  bool has_sign, has_special, is_bf16;
+};
+
+REPLAYEVAL_INLINE DecodeConstants decode_constants(const FloatFormat& f) {
+  DecodeConstants k{};
+  k.mantissa = f.mantissa_bits;
+  k.magnitude_bits = f.magnitude_bits();
+  k.power = 127 - f.bias - f.mantissa_bits;
+  k.mask = (1u << k.magnitude_bits) - 1u;
+  k.inf = f.inf_code;
+  k.first_nan = f.inf_code != kNoCode ? f.inf_code + 1u : f.nan_code;
+  k.has_sign = f.has_sign;
+  k.has_special = k.first_nan != kNoCode;
+  k.is_bf16 = f.exponent_bits == 8;
+  return k;
+}
+
+/// decode_float. A format with 8 exponent bits has FP32's exponents and is shifted into place.
+REPLAYEVAL_INLINE Floats decode_floats(const DecodeConstants& k, Words code) {
+  Words m = code & k.mask;
+  Words sign = k.has_sign ? (code >> k.magnitude_bits) << 31 : Words{};
+  Words value;
+  if (k.is_bf16) {
+    value = m << (23 - k.mantissa);
+  } else {
+    Words exponent = m >> k.mantissa;
+    Words hidden = exponent > 0u ? splat_word(1u << k.mantissa) : Words{};
+    Words significand = (m & ((1u << k.mantissa) - 1u)) | hidden;
+    Words power = (Words)(int_max((Ints)exponent, Ints{} + 1) + k.power) << 23;
+    value = (Words)(__builtin_convertvector((Ints)significand, Floats) * (Floats)power);
+  }
+  if (k.has_special) {
+    value = m == k.inf ? splat_word(kInfinityBits) : value;
+    value = m >= k.first_nan ? splat_word(0x7FC00000u) : value;
+  }
+  return (Floats)(value | sign);
+}
+
+// ---- Look-ups in a list of values.
+
+#if defined(__AVX512F__)
+REPLAYEVAL_INLINE Floats look_up16(const float* table, Words index) {
+  return (Floats)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+}
+REPLAYEVAL_INLINE Floats look_up32(const float* table, Words index) {
+  return (Floats)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)index,
+                                        _mm512_loadu_ps(table + 16));
+}
+REPLAYEVAL_INLINE Floats look_up256(const float* table, Words index) {
+  return (Floats)_mm512_i32gather_ps((__m512i)index, table, 4);
+}
+#elif defined(__AVX2__)
+REPLAYEVAL_INLINE Floats look_up256(const float* table, Words index) {
+  return (Floats)_mm256_i32gather_ps(table, (__m256i)index, 4);
+}
+REPLAYEVAL_INLINE Floats look_up16(const float* table, Words index) {
+  Floats low = (Floats)_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+  Floats high = (Floats)_mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+  return index > 7u ? high : low;
+}
+#else
+REPLAYEVAL_INLINE Floats look_up256(const float* table, Words index) {
+  Floats v;
+  for (int i = 0; i < kLanes; ++i) v[i] = table[index[i]];
+  return v;
+}
+REPLAYEVAL_INLINE Floats look_up16(const float* table, Words index) {
+  return look_up256(table, index);
+}
+#endif
+
+constexpr int kTreeFloats =
+    16 * 5 + 32 + 64 + 128;  // levels of at most 16 entries are padded to 16
+
+/// Lays out ascending `table` (256 entries, padded with +infinity or the last value) for
+/// count_below: entry i of level j is table[(2 i + 1) 2^(levels - 1 - j) - 1].
+REPLAYEVAL_INLINE void build_tree(const float* table, int levels, float* tree) {
+  for (int level = 0; level < levels; ++level) {
+    int step = 1 << (levels - 1 - level);
+    for (int i = 0; i < (1 << level); ++i) tree[i] = table[(2 * i + 1) * step - 1];
+    for (int i = 1 << level; i < 16; ++i) tree[i] = 0;
+    tree += level <= 4 ? 16 : 1 << level;
+  }
+}
+
+/// Number of table entries <= x, at most 2^levels - 1: one comparison a level, the path so far
+/// being the index into the next level.
+REPLAYEVAL_INLINE Words count_below(const float* tree, int levels, Floats x) {
+  Words path{};
+  for (int level = 0; level < levels; ++level) {
+    Floats pivot;
+    if (level <= 4) {
+      pivot = look_up16(tree, path);
+      tree += 16;
+    } else {
+#if defined(__AVX512F__)
+      int quarters = 1 << (level - 5);
+      pivot = look_up32(tree, path);
+      for (int i = 1; i < quarters; ++i) {
+        Floats other = look_up32(tree + 32 * i, path);
+        pivot = (path >> 5) == (uint32_t)i ? other : pivot;
+      }
+#else
+      pivot = look_up256(tree, path);
+#endif
+      tree += 1 << level;
+    }
+    path = path + path + (pivot <= x ? splat_word(1u) : Words{});
+  }
+  return path;
+}
+
+// ---- Elements.
+
+enum class Kind { floating, integer, values };
+
+struct ElementConstants {
+  FloatConstants number;
+  float lowest, highest;
+  uint32_t code_mask;
+  float clip_low, clip_high;
+  bool two_sided;  // clip_low is not -clip_high
+  const float* tree;
+  const float* values;
+  int levels, count;
+  uint32_t zero_code;
+};
+
+template <Kind kKind, bool kStochastic>
+REPLAYEVAL_INLINE Words encode_elements(const ElementConstants& k, Floats y, Words random) {
+  if constexpr (kKind == Kind::floating) {
+    return encode_floats < kStochastic ? Round::stochastic : Round::nearest > (k.number, y, random);
+  } else if constexpr (kKind == Kind::integer) {
+    Floats clean = y == y ? y : Floats{};
+    if constexpr (!kStochastic) {
+      clean = clean < k.highest ? clean : splat(k.highest);
+      clean = clean > k.lowest ? clean : splat(k.lowest);
+      constexpr float kMagic = 12582912.0f;
+      return ((Words)(clean + kMagic) - 0x4B400000u) & k.code_mask;
+    } else {
+      Floats a = (Floats)((Words)clean & kMagnitude);
+      a = a < 65536.0f ? a : splat(65536.0f);
+      Ints whole = __builtin_convertvector(a, Ints);
+      Floats rest = (a - __builtin_convertvector(whole, Floats)) * 16777216.0f;
+      Words up = ((Words) __builtin_convertvector(rest, Ints) + (random >> 8)) >> 24;
+      whole += (Ints)up;
+      whole = ((Words)y >> 31) != 0u ? -whole : whole;
+      whole = int_max(int_min(whole, Ints{} + (int)k.highest), Ints{} + (int)k.lowest);
+      return (Words)whole & k.code_mask;
+    }
+  } else {
+    if constexpr (!kStochastic) {
+      Words code = count_below(k.tree, k.levels, y);
+      uint32_t last = (uint32_t)k.count - 1u;
+      code = code > last ? splat_word(last) : code;
+      return y == y ? code : splat_word(k.zero_code);
+    } else {
+      Floats clean = y == y ? y : splat(k.highest);
+      clean = clean < k.highest ? clean : splat(k.highest);
+      clean = clean > k.lowest ? clean : splat(k.lowest);
+      Words left = count_below(k.tree, k.levels, clean);
+      uint32_t last = (uint32_t)k.count - 1u;
+      left = (left > last ? splat_word(last) : left) - 1u;
+      bool small = k.count <= 16;
+      Floats a = small ? look_up16(k.values, left) : look_up256(k.values, left);
+      Floats b = small ? look_up16(k.values, left + 1u) : look_up256(k.values, left + 1u);
+      Ints negative = clean < 0.0f;
+      Floats part = negative ? b - clean : clean - a;
+      Floats d = part / (b - a);
+      Words up = ((Words) __builtin_convertvector(d * 16777216.0f, Ints) + (random >> 8)) >> 24;
+      Words code = left + (negative ? 1u - up : up);
+      return y == y ? code : splat_word(k.zero_code);
+    }
+  }
+}
+
+REPLAYEVAL_INLINE void store_codes(std::byte* codes, int size, int64_t index, Words code) {
+  if (size == 4) {
+    Pairs pairs = (Pairs)code;
+    pairs |= pairs >> 28;
+    store(codes + index / 2, __builtin_convertvector(pairs, NibblePairs));
+  } else if (size == 8) {
+    store(codes + index, __builtin_convertvector(code, Bytes));
+  } else {
+    store(codes + 2 * index, __builtin_convertvector(code, Halves));
+  }
+}
+
+REPLAYEVAL_INLINE Words load_codes(const std::byte* codes, int size, int64_t index) {
+  if (size == 4) {
+    Pairs pairs = __builtin_convertvector(load<NibblePairs>(codes + index / 2), Pairs);
+    pairs = (pairs | pairs << 28) & 0x0000000F0000000Full;
+    return (Words)pairs;
+  }
+  if (size == 8) return __builtin_convertvector(load<Bytes>(codes + index), Words);
+  return __builtin_convertvector(load<Halves>(codes + 2 * index), Words);
+}
+
+enum class Scaling { none, multiply, divide };
+
+/// A row to encode: y = x, x * factor or x / factor, element by element.
+struct RowJob {
+  const float* x;
+  const float* factor;
+  Scaling scaling;
+  const uint32_t* random;
+  int columns;
+  std::byte* codes;
+  int code_size;
+  int64_t first;  // index of the row's first code
+};
+
+REPLAYEVAL_INLINE Floats scaled(Scaling scaling, Floats x, Floats factor) {
+  return scaling == Scaling::none ? x : scaling == Scaling::multiply ? x * factor : x / factor;
+}
+
+/// What a row's elements turned out to be: how many y lie outside the clip limits, and the largest
+/// bits of |x| (infinity and above mean that the counts have to be taken apart).
+struct RowCounts {
+  uint64_t outside = 0;
+  uint32_t largest = 0;
+};
+
+REPLAYEVAL_INLINE uint32_t largest_lane(Words v) {
+  uint32_t most = 0;
+  for (int i = 0; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
+
+template <Kind kKind, bool kStochastic>
+REPLAYEVAL_INLINE Words encode_step(const ElementConstants& k, Floats x, Floats factor,
+                                    Scaling scaling, Words random, Words* largest, Ints* outside) {
+  Floats y = scaled(scaling, x, factor);
+  *largest = word_max(*largest, (Words)x & kMagnitude);
+  Ints past;
+  if (k.two_sided) {
+    past = (y > k.clip_high) | (y < k.clip_low);
+  } else {
+    past = (Floats)((Words)y & kMagnitude) > k.clip_high;
+  }
+  *outside = past;
+  return encode_elements<kKind, kStochastic>(k, y, random);
+}
+
+template <Kind kKind, bool kStochastic>
+__attribute__((noinline)) RowCounts encode_row(const ElementConstants& constants,
+                                               const RowJob& job) {
+  const ElementConstants k = constants;
+  const Scaling scaling = job.scaling;
+  const int columns = job.columns;
+  const int size = job.code_size;
+  Words largest{};
+  Ints outside{};
+  int c = 0;
+  for (; c + kLanes <= columns; c += kLanes) {
+    Floats factor = scaling == Scaling::none ? Floats{} : load<Floats>(job.factor + c);
+    Words random = kStochastic ? load<Words>(job.random + c) : Words{};
+    Ints past;
+    Words code = encode_step<kKind, kStochastic>(k, load<Floats>(job.x + c), factor, scaling,
+                                                 random, &largest, &past);
+    outside -= past;
+    store_codes(job.codes, size, job.first + c, code);
+  }
+  RowCounts counts;
+  if (c < columns) {
+    Floats x{}, factor = splat(1.0f);
+    Words random{};
+    int rest = columns - c;
+    for (int i = 0; i < rest; ++i) {
+      x[i] = job.x[c + i];
+      if (scaling != Scaling::none) factor[i] = job.factor[c + i];
+      if (kStochastic) random[i] = job.random[c + i];
+    }
+    Ints past;
+    Words code = encode_step<kKind, kStochastic>(k, x, factor, scaling, random, &largest, &past);
+    std::byte padded[2 * kLanes];
+    store_codes(padded, size, 0, code);
+    __builtin_memcpy(job.codes + (job.first + c) * size / 8, padded,
+                     static_cast<size_t>(rest * size + 7) / 8);
+    for (int i = 0; i < rest; ++i) counts.outside += past[i] != 0 ? 1 : 0;
+  }
+  for (int i = 0; i < kLanes; ++i) counts.outside += static_cast<uint32_t>(outside[i]);
+  counts.largest = largest_lane(largest);
+  return counts;
+}
+
+typedef RowCounts (*RowFunction)(const ElementConstants&, const RowJob&);
+
+REPLAYEVAL_INLINE RowFunction row_function(ElementKind kind, bool stochastic) {
+  switch (kind) {
+    case ElementKind::integer:
+      return stochastic ? encode_row<Kind::integer, true> : encode_row<Kind::integer, false>;
+    case ElementKind::values:
+      return stochastic ? encode_row<Kind::values, true> : encode_row<Kind::values, false>;
+    default:
+      return stochastic ? encode_row<Kind::floating, true> : encode_row<Kind::floating, false>;
+  }
+}
+
+// ---- Scales.
+
+REPLAYEVAL_INLINE Words amax_terms(Floats x) {
+  Words a = (Words)x & kMagnitude;
+  Words finite = a < 0x7F7FFFFFu ? a : splat_word(0x7F7FFFFFu);
+  return a > kInfinityBits ? Words{} : finite;
+}
+
+/// Largest amax_term of a contiguous run.
+REPLAYEVAL_INLINE float run_amax(const float* x, int64_t count) {
+  Words most{}, second{};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    most = word_max(most, amax_terms(load<Floats>(x + i)));
+    second = word_max(second, amax_terms(load<Floats>(x + i + kLanes)));
+  }
+  for (; i + kLanes <= count; i += kLanes) most = word_max(most, amax_terms(load<Floats>(x + i)));
+  uint32_t amax = largest_lane(word_max(most, second));
+  for (; i < count; ++i) {
+    uint32_t term = float_bits(amax_term(x[i]));
+    amax = term > amax ? term : amax;
+  }
+  return bits_float(amax);
+}
+
+/// amax of the blocks of one band of block_rows rows.
+REPLAYEVAL_INLINE void band_amax(const PackedLayout& l, const float* x, float* columns,
+                                 float* amax) {
+  const int n = l.state_dim;
+  const float* source = x;
+  if (l.block_rows > 1) {
+    int c = 0;
+    for (; c + kLanes <= n; c += kLanes) {
+      Words most{};
+      for (int r = 0; r < l.block_rows; ++r) {
+        most = word_max(most, amax_terms(load<Floats>(x + static_cast<int64_t>(r) * n + c)));
+      }
+      store(columns + c, most);
+    }
+    for (; c < n; ++c) {
+      float most = 0;
+      for (int r = 0; r < l.block_rows; ++r) {
+        most = larger(most, amax_term(x[static_cast<int64_t>(r) * n + c]));
+      }
+      columns[c] = most;
+    }
+    source = columns;
+  }
+  const int width = l.block_columns;
+#if defined(__AVX512F__)
+  if (width == 16) {
+    for (int b = 0; b < l.blocks_across; ++b) {
+      amax[b] =
+          bits_float(_mm512_reduce_max_epu32((__m512i)amax_terms(load<Floats>(source + 16 * b))));
+    }
+    return;
+  }
+#endif
+  for (int b = 0; b < l.blocks_across; ++b) amax[b] = run_amax(source + b * width, width);
+}
+
+struct ScaleConstants {
+  FloatConstants number;
+  DecodeConstants decode;
+};
+
+/// Whole vectors of scale_blocks for block scales in a float format; returns how many blocks they
+/// hold.
+template <Round kRound>
+REPLAYEVAL_INLINE int scale_vectors(const FormatDescriptor& d, const ScaleConstants& k,
+                                    const OuterScale& outer, float candidate, const float* amax,
+                                    int count, int scale_size, float* scale, float* factor,
+                                    std::byte* codes) {
+  const float reciprocal = 1.0f / d.divisor;
+  const float folded = outer.encode * reciprocal;
+  const float divided = d.divisor * outer.decode;
+  int b = 0;
+  for (; b + kLanes <= count; b += kLanes) {
+    Floats a = load<Floats>(amax + b);
+    Floats raw;
+    if (d.order == ScaleOrder::vllm) {
+      raw = outer.encode * (a * reciprocal);
+    } else if (d.order == ScaleOrder::te) {
+      raw = a * folded;
+    } else if (d.order == ScaleOrder::four_six) {
+      raw = a / d.divisor * outer.encode;
+    } else {
+      raw = a > 0.0f ? a / divided : splat(1.0f);
+    }
+    Words code = encode_floats<kRound>(k.number, raw * candidate, Words{});
+    Floats s = decode_floats(k.decode, code);
+    Floats product = s * outer.decode;
+    Floats f;
+    if (d.order == ScaleOrder::modelopt) {
+      f = product;
+    } else {
+      f = 1.0f / product;
+      f = f < kFloatMax ? f : splat(kFloatMax);
+      if (d.order == ScaleOrder::vllm) f = s > 0.0f ? f : Floats{};
+    }
+    store(scale + b, s);
+    store(factor + b, f);
+    store_codes(codes, 8 * scale_size, b, code);
+  }
+  return b;
+}
+
+/// Scales of `count` blocks under one outer scale: block_scale of packed_layout.h. Writes values
+/// and factors; codes go to `codes`, scale_size bytes each.
+REPLAYEVAL_INLINE void scale_blocks(const FormatDescriptor& d, const ScaleConstants& k,
+                                    const OuterScale& outer, float candidate, const float* amax,
+                                    int count, int scale_size, float* scale, float* factor,
+                                    std::byte* codes) {
+  int b = 0;
+  if (d.block_scale == BlockScale::floating) {
+    b = d.scale_rounding == ScaleRounding::nearest
+            ? scale_vectors<Round::nearest>(d, k, outer, candidate, amax, count, scale_size, scale,
+                                            factor, codes)
+        : d.scale_rounding == ScaleRounding::up
+            ? scale_vectors<Round::up>(d, k, outer, candidate, amax, count, scale_size, scale,
+                                       factor, codes)
+            : scale_vectors<Round::down>(d, k, outer, candidate, amax, count, scale_size, scale,
+                                         factor, codes);
+  }
+  for (; b < count; ++b) {
+    ScaledBlock s = block_scale(d, amax[b], outer, candidate);
+    scale[b] = s.scale;
+    factor[b] = s.factor;
+    __builtin_memcpy(codes + static_cast<size_t>(b) * scale_size, &s.code, scale_size);
+  }
+}
+
+/// One number a block into one number a column.
+REPLAYEVAL_INLINE void spread(const float* blocks, int count, int width, float* columns) {
+  if (width % kLanes == 0) {
+    for (int b = 0; b < count; ++b) {
+      Floats v = splat(blocks[b]);
+      for (int c = 0; c < width; c += kLanes) store(columns + b * width + c, v);
+    }
+  } else {
+    for (int b = 0; b < count; ++b) {
+      for (int c = 0; c < width; ++c) columns[b * width + c] = blocks[b];
+    }
+  }
+}
+
+// ---- A head.
+
+/// Parts of the scratch memory; rows are padded to whole vectors.
+struct Scratch {
+  float *tree, *columns, *factor, *scale, *error, *block_amax, *block_scale, *block_factor,
+      *try_scale, *try_factor, *block_error, *best_error;
+  uint32_t* random;
+  std::byte* try_codes;
+};
+
+REPLAYEVAL_INLINE Scratch divide_scratch(const PackedLayout& l, float* memory) {
+  auto take = [&](int64_t count) {
+    float* part = memory;
+    memory += (count + 15) / 16 * 16;
+    return part;
+  };
+  int64_t row = l.state_dim + 64;
+  int64_t blocks = static_cast<int64_t>(l.blocks_down) * l.blocks_across + 16;
+  Scratch s{};
+  s.tree = take(kTreeFloats);
+  s.columns = take(row);
+  s.factor = take(row);
+  s.scale = take(row);
+  s.error = take(row);
+  s.random = reinterpret_cast<uint32_t*>(take(row));
+  s.block_amax = take(blocks);
+  s.block_scale = take(blocks);
+  s.block_factor = take(blocks);
+  int64_t across = l.blocks_across + 16;
+  s.try_scale = take(across);
+  s.try_factor = take(across);
+  s.block_error = take(across);
+  s.best_error = take(across);
+  s.try_codes = reinterpret_cast<std::byte*>(take(across));
+  return s;
+}
+
+REPLAYEVAL_INLINE ElementConstants element_constants(const FormatDescriptor& d, bool stochastic,
+                                                     float* tree) {
+  ElementConstants k{};
+  k.clip_low = d.saturate ? d.clip_low : -__builtin_inff();
+  k.clip_high = d.saturate ? d.clip_high : __builtin_inff();
+  k.two_sided = k.clip_low != -k.clip_high;
+  k.code_mask = d.code_bits < 32 ? (1u << storage_bits(d.code_bits)) - 1u : ~0u;
+  if (d.element == ElementKind::floating) {
+    k.number = float_constants(d.number, d.saturate, d.random_bits);
+  } else if (d.element == ElementKind::integer) {
+    k.lowest = static_cast<float>(d.lowest);
+    k.highest = static_cast<float>(d.highest);
+  } else if (d.element == ElementKind::values) {
+    k.count = d.list.count;
+    k.lowest = d.list.values[0];
+    k.highest = d.list.values[k.count - 1];
+    k.zero_code = d.list.zero_code;
+    k.values = d.list.values;
+    while ((1 << k.levels) < k.count) ++k.levels;
+    build_tree(stochastic ? d.list.values : d.list.thresholds, k.levels, tree);
+    k.tree = tree;
+  }
+  return k;
+}
+
+/// decode_element.
+REPLAYEVAL_INLINE Floats decode_elements(const FormatDescriptor& d, const DecodeConstants& k,
+                                         Words code) {
+  if (d.element == ElementKind::floating) return decode_floats(k, code);
+  if (d.element == ElementKind::integer) {
+    int unused = 32 - storage_bits(d.code_bits);
+    Ints value = d.lowest < 0 ? (Ints)(code << unused) >> unused : (Ints)code;
+    return __builtin_convertvector(value, Floats);
+  }
+  if (d.element == ElementKind::values) {
+    return d.list.count <= 16 ? look_up16(d.list.values, code & 15u)
+                              : look_up256(d.list.values, code & 255u);
+  }
+  return (Floats)code;
+}
+
+template <Kind kKind>
+REPLAYEVAL_INLINE void candidate_errors(const FormatDescriptor& d, const ElementConstants& k,
+                                        const DecodeConstants& decode, Scaling scaling,
+                                        const OuterScale& outer, const float* x, int columns,
+                                        const float* scale, const float* factor, float* error) {
+  const float limit = d.scale_max * d.divisor;
+  const bool measured = d.span != Span::none && d.span != Span::fixed;
+  for (int c = 0; c < columns; c += kLanes) {
+    Floats v = load<Floats>(x + c);
+    Words code =
+        encode_elements<kKind, false>(k, scaled(scaling, v, load<Floats>(factor + c)), Words{});
+    Floats value = decode_elements(d, decode, code) * load<Floats>(scale + c);
+    if (measured) {
+      value = value * outer.amax / limit;
+    } else if (d.span == Span::fixed) {
+      value = value * outer.decode;
+    }
+    Floats difference = value - v;
+    store(error + c, d.choose == Choose::mse ? difference * difference
+                                             : (Floats)((Words)difference & kMagnitude));
+  }
+}
+
+/// Counts of a row that holds non-finite numbers or a block whose scale is 0, one by one.
+void count_row(const FormatDescriptor& d, const RowJob& job, const float* scale,
+               EncodeCounts* counts) {
+  for (int c = 0; c < job.columns; ++c) {
+    float x = job.x[c];
+    float y = job.scaling == Scaling::none       ? x
+              : job.scaling == Scaling::multiply ? x * job.factor[c]
+                                                 : x / job.factor[c];
+    bool finite = magnitude(x) <= kFloatMax;
+    counts->non_finite += finite ? 0 : 1;
+    bool vanished = scale != nullptr && scale[c] == 0 && x != 0;
+    counts->vanished += vanished && finite ? 1 : 0;
+    if (!(y > d.clip_high || y < d.clip_low) || !d.saturate || vanished) continue;
+    if (!d.scaled() || !finite) {
+      ++counts->saturated;
+    } else {
+      ++counts->clipped;
+    }
+  }
+}
+
+}  // namespace
+
+void random_row(const PhiloxKey& key, int row, int columns, uint32_t* words) {
+#if defined(__SSE2__)
+  // A counter fills four lanes (c0, c1, c2, c3). Products of the even lanes are (lo0, hi0, lo1,
+  // hi1); reversed they are the round's (hi1, lo1, hi0, lo0), and (c1, 0, c3, 0) is the counter
+  // shifted by one lane.
+  constexpr int kChains = 4;
+  Words round_key[10], multiplier{};
+  uint32_t key0 = key.key0, key1 = key.key1;
+  for (int i = 0; i < 10; ++i) {
+    Words k{};
+    for (int lane = 0; lane < kLanes; lane += 4) {
+      k[lane] = key0;
+      k[lane + 2] = key1;
+    }
+    round_key[i] = k;
+    key0 += kPhiloxWeyl0;
+    key1 += kPhiloxWeyl1;
+  }
+  Words counter{}, step{};
+  for (int lane = 0; lane < kLanes; lane += 4) {
+    multiplier[lane] = kPhiloxMultiplier0;
+    multiplier[lane + 2] = kPhiloxMultiplier1;
+    counter[lane] = (static_cast<uint32_t>(row) << 16) + static_cast<uint32_t>(lane / 4);
+    counter[lane + 1] = key.counter1;
+    counter[lane + 2] = key.counter2;
+    counter[lane + 3] = key.counter3;
+    step[lane] = kLanes / 4;
+  }
+  auto one_round = [&](Words v, Words k) __attribute__((always_inline)) {
+#if defined(__AVX512F__)
+    Words product = (Words)_mm512_mul_epu32((__m512i)v, (__m512i)multiplier);
+    Words swapped = (Words)_mm512_shuffle_epi32((__m512i)product, (_MM_PERM_ENUM)0x1B);
+    return (Words)_mm512_ternarylogic_epi32((__m512i)swapped, _mm512_srli_epi64((__m512i)v, 32),
+                                            (__m512i)k, 0x96);
+#elif defined(__AVX2__)
+    Words product = (Words)_mm256_mul_epu32((__m256i)v, (__m256i)multiplier);
+    Words swapped = (Words)_mm256_shuffle_epi32((__m256i)product, 0x1B);
+    return swapped ^ (Words)((Pairs)v >> 32) ^ k;
+#else
+    Words product = (Words)_mm_mul_epu32((__m128i)v, (__m128i)multiplier);
+    Words swapped = (Words)_mm_shuffle_epi32((__m128i)product, 0x1B);
+    return swapped ^ (Words)((Pairs)v >> 32) ^ k;
+#endif
+  };
+  for (int c = 0; c < columns; c += kChains * kLanes) {
+    Words v[kChains];
+    for (int j = 0; j < kChains; ++j) {
+      v[j] = counter;
+      counter += step;
+    }
+    for (int i = 0; i < 10; ++i) {
+      for (int j = 0; j < kChains; ++j) v[j] = one_round(v[j], round_key[i]);
+    }
+    for (int j = 0; j < kChains; ++j) store(words + c + j * kLanes, v[j]);
+  }
+#else
+  for (int c = 0; c < columns; c += 4) {
+    PhiloxWords w =
+        philox4x32<10>((static_cast<uint32_t>(c) >> 2) + (static_cast<uint32_t>(row) << 16),
+                       key.counter1, key.counter2, key.counter3, key.key0, key.key1);
+    for (int i = 0; i < 4; ++i) words[c + i] = w.word[i];
+  }
+#endif
+}
+
+float amax_fast(const float* x, int64_t count) { return run_amax(x, count); }
+
+uint64_t non_finite_fast(const float* x, int64_t count) {
+  uint64_t total = 0;
+  int64_t i = 0;
+  while (i + kLanes <= count) {
+    Ints found{};
+    int64_t end = count - i > (int64_t{1} << 30) ? i + (int64_t{1} << 30) : count;
+    for (; i + kLanes <= end; i += kLanes) {
+      found -= ((Words)load<Floats>(x + i) & kMagnitude) >= kInfinityBits;
+    }
+    for (int lane = 0; lane < kLanes; ++lane) total += static_cast<uint32_t>(found[lane]);
+  }
+  for (; i < count; ++i) total += magnitude(x[i]) <= kFloatMax ? 0 : 1;
+  return total;
+}
+
+void encode_fast(const EncodeTask& task, float* memory, EncodeCounts* counts) {
+  const FormatDescriptor& d = *task.descriptor;
+  const PackedLayout& l = task.layout;
+  const int n = l.state_dim;
+  const bool blocks = d.block_scale != BlockScale::none;
+  if (d.element == ElementKind::fp32) {
+    int64_t elements = static_cast<int64_t>(l.head_dim) * n;
+    counts->non_finite += non_finite_fast(task.x, elements);
+    __builtin_memcpy(task.packed, task.x, static_cast<size_t>(elements) * 4);
+    return;
+  }
+  Scratch s = divide_scratch(l, memory);
+  const ElementConstants k = element_constants(d, task.stochastic, s.tree);
+  const RowFunction encode = row_function(d.element, task.stochastic);
+
+  RowJob job{};
+  job.scaling = !d.scaled() || (!blocks && d.span == Span::none) ? Scaling::none
+                : blocks && d.order == ScaleOrder::modelopt      ? Scaling::divide
+                                                                 : Scaling::multiply;
+  job.factor = s.factor;
+  job.random = s.random;
+  job.columns = n;
+  job.codes = task.packed;
+  job.code_size = l.code_size;
+
+  auto row = [&](int r, const float* scale, bool zero_scale) __attribute__((always_inline)) {
+    job.x = task.x + static_cast<int64_t>(r) * n;
+    job.first = static_cast<int64_t>(r) * n;
+    if (task.stochastic) random_row(task.key, r, n, s.random);
+    RowCounts found = encode(k, job);
+    if (found.largest >= kInfinityBits || zero_scale) {
+      count_row(d, job, scale, counts);
+    } else if (d.scaled()) {
+      counts->clipped += found.outside;
+    } else {
+      counts->saturated += found.outside;
+    }
+  };
+
+  OuterScale outer = d.span == Span::fixed   ? fixed_outer_scale(task.fixed_scale)
+                     : d.span == Span::layer ? outer_scale(d, task.layer_amax)
+                                             : OuterScale{};
+  auto store_outer = [&](int index) {
+    __builtin_memcpy(task.packed + l.outer + 4 * static_cast<size_t>(index), &outer.decode, 4);
+  };
+
+  if (!blocks) {
+    if (d.span == Span::head) {
+      outer = outer_scale(d, run_amax(task.x, static_cast<int64_t>(l.head_dim) * n));
+    }
+    if (d.span != Span::none && d.span != Span::row) store_outer(0);
+    for (int r = 0; r < l.head_dim; ++r) {
+      if (d.span == Span::row) {
+        outer = outer_scale(d, run_amax(task.x + static_cast<int64_t>(r) * n, n));
+        store_outer(r);
+      }
+      if (d.span == Span::row || (r == 0 && job.scaling != Scaling::none)) {
+        Floats f = splat(outer.encode);
+        for (int c = 0; c < n; c += kLanes) store(s.factor + c, f);
+      }
+      row(r, nullptr, false);
+    }
+    return;
+  }
+
+  const int across = l.blocks_across;
+  for (int band = 0; band < l.blocks_down; ++band) {
+    band_amax(l, task.x + static_cast<int64_t>(band) * l.block_rows * n, s.columns,
+              s.block_amax + static_cast<int64_t>(band) * across);
+  }
+  if (d.span == Span::head) {
+    outer = outer_scale(d, run_amax(s.block_amax, static_cast<int64_t>(l.blocks_down) * across));
+  }
+  if (d.span != Span::none && d.span != Span::row) store_outer(0);
+
+  ScaleConstants sk{};
+  if (d.block_scale == BlockScale::floating) {
+    sk.number = float_constants(d.scale_number, true, 1);
+    sk.decode = decode_constants(d.scale_number);
+  }
+  DecodeConstants decode{};
+  if (d.element == ElementKind::floating) decode = decode_constants(d.number);
+  float* nearest_tree = s.tree;
+  ElementConstants nearest = k;
+  float second_tree[kTreeFloats];
+  if (d.candidate_count > 1 && task.stochastic) {
+    nearest_tree = second_tree;
+    nearest = element_constants(d, false, nearest_tree);
+  }
+
+  const bool one_pass = d.candidate_count == 1 && d.span != Span::row;
+  if (one_pass) {
+    scale_blocks(d, sk, outer, d.candidates[0], s.block_amax, l.blocks_down * across, l.scale_size,
+                 s.block_scale, s.block_factor, task.packed + l.scales);
+  }
+  for (int band = 0; band < l.blocks_down; ++band) {
+    int64_t first = static_cast<int64_t>(band) * across;
+    const float* amax = s.block_amax + first;
+    float* scale = s.block_scale + first;
+    float* factor = s.block_factor + first;
+    std::byte* codes = task.packed + l.scales + first * l.scale_size;
+    if (d.span == Span::row) {
+      outer = outer_scale(d, run_amax(amax, across));
+      store_outer(band);
+    }
+    if (!one_pass) {
+      scale_blocks(d, sk, outer, d.candidates[0], amax, across, l.scale_size, scale, factor, codes);
+    }
+    for (int candidate = 0; d.candidate_count > 1 && candidate < d.candidate_count; ++candidate) {
+      scale_blocks(d, sk, outer, d.candidates[candidate], amax, across, l.scale_size, s.try_scale,
+                   s.try_factor, s.try_codes);
+      spread(s.try_scale, across, l.block_columns, s.scale);
+      spread(s.try_factor, across, l.block_columns, s.factor);
+      for (int b = 0; b < across; ++b) s.block_error[b] = 0;
+      for (int r = band * l.block_rows; r < (band + 1) * l.block_rows; ++r) {
+        const float* x = task.x + static_cast<int64_t>(r) * n;
+        if (n % kLanes !=
+            0) {  // rows of whole vectors, so that reading past the end of x is never needed
+          for (int c = 0; c < n; ++c) s.columns[c] = x[c];
+          x = s.columns;
+        }
+        if (d.element == ElementKind::floating) {
+          candidate_errors<Kind::floating>(d, nearest, decode, job.scaling, outer, x, n, s.scale,
+                                           s.factor, s.error);
+        } else if (d.element == ElementKind::integer) {
+          candidate_errors<Kind::integer>(d, nearest, decode, job.scaling, outer, x, n, s.scale,
+                                          s.factor, s.error);
+        } else {
+          candidate_errors<Kind::values>(d, nearest, decode, job.scaling, outer, x, n, s.scale,
+                                         s.factor, s.error);
+        }
+        for (int b = 0; b < across; ++b) {
+          float sum = s.block_error[b];
+          for (int c = 0; c < l.block_columns; ++c) sum = sum + s.error[b * l.block_columns + c];
+          s.block_error[b] = sum;
+        }
+      }
+      for (int b = 0; b < across; ++b) {
+        if (candidate > 0 && !(s.block_error[b] < s.best_error[b])) continue;
+        s.best_error[b] = s.block_error[b];
+        scale[b] = s.try_scale[b];
+        factor[b] = s.try_factor[b];
+        __builtin_memcpy(codes + static_cast<size_t>(b) * l.scale_size,
+                         s.try_codes + static_cast<size_t>(b) * l.scale_size, l.scale_size);
+      }
+    }
+    spread(factor, across, l.block_columns, s.factor);
+    bool zero_scale = false;
+    for (int b = 0; b < across; ++b) zero_scale |= scale[b] == 0;
+    if (zero_scale) spread(scale, across, l.block_columns, s.scale);
+    for (int r = band * l.block_rows; r < (band + 1) * l.block_rows; ++r) {
+      row(r, zero_scale ? s.scale : nullptr, zero_scale);
+    }
+  }
+}
+
+void decode_fast(const FormatDescriptor& d, const PackedLayout& l, const std::byte* packed,
+                 float* memory, float* x) {
+  const int n = l.state_dim;
+  if (d.element == ElementKind::fp32) {
+    __builtin_memcpy(x, packed, static_cast<size_t>(l.head_dim) * n * 4);
+    return;
+  }
+  Scratch s = divide_scratch(l, memory);
+  DecodeConstants k{};
+  if (d.element == ElementKind::floating) k = decode_constants(d.number);
+  DecodeConstants sk{};
+  if (d.block_scale == BlockScale::floating) sk = decode_constants(d.scale_number);
+  const bool blocks = d.block_scale != BlockScale::none;
+  const int across = l.blocks_across;
+  float outer = 1;
+  for (int r = 0; r < l.head_dim; ++r) {
+    if (l.outer_count > 1 || (l.outer_count == 1 && r == 0)) {
+      __builtin_memcpy(&outer, packed + l.outer + 4 * static_cast<size_t>(r), 4);
+    }
+    if (blocks && r % l.block_rows == 0) {
+      const std::byte* codes =
+          packed + l.scales + static_cast<size_t>(r / l.block_rows) * across * l.scale_size;
+      if (d.block_scale == BlockScale::fp32) {
+        __builtin_memcpy(s.block_scale, codes, static_cast<size_t>(across) * 4);
+      } else if (d.block_scale == BlockScale::e8m0) {
+        for (int b = 0; b < across; ++b) {
+          s.block_scale[b] = decode_e8m0(static_cast<uint32_t>(codes[b]));
+        }
+      } else {
+        int b = 0;
+        for (; b + kLanes <= across; b += kLanes) {
+          store(s.block_scale + b, decode_floats(sk, load_codes(codes, 8 * l.scale_size, b)));
+        }
+        if (b < across) {
+          std::byte padded[2 * kLanes] = {};
+          __builtin_memcpy(padded, codes + static_cast<size_t>(b) * l.scale_size,
+                           static_cast<size_t>(across - b) * l.scale_size);
+          store(s.block_scale + b, decode_floats(sk, load_codes(padded, 8 * l.scale_size, 0)));
+        }
+      }
+      spread(s.block_scale, across, l.block_columns, s.scale);
+    }
+    float* out = x + static_cast<int64_t>(r) * n;
+    int64_t first = static_cast<int64_t>(r) * n;
+    const bool has_outer = l.outer_count > 0;
+    int c = 0;
+    for (; c + kLanes <= n; c += kLanes) {
+      Floats v = decode_elements(d, k, load_codes(packed, l.code_size, first + c));
+      if (blocks) v = v * load<Floats>(s.scale + c);
+      if (has_outer) v = v * outer;
+      store(out + c, v);
+    }
+    if (c < n) {
+      std::byte padded[2 * kLanes] = {};
+      __builtin_memcpy(padded, packed + (first + c) * l.code_size / 8,
+                       static_cast<size_t>((n - c) * l.code_size + 7) / 8);
+      Floats v = decode_elements(d, k, load_codes(padded, l.code_size, 0));
+      if (blocks) v = v * load<Floats>(s.scale + c);
+      if (has_outer) v = v * outer;
+      for (int i = 0; c + i < n; ++i) out[c + i] = v[i];
+    }
+  }
+}
+
+}  // namespace REPLAYEVAL_SIMD_NAMESPACE
+}  // namespace replayeval
