@@ -268,55 +268,98 @@ struct Checkpoint::Implementation {
     });
   }
 
-  WeightView weight(std::string_view name, std::span<const int64_t> shape) const {
-    if (shape.size() < 2)
-      throw std::logic_error("weight " + std::string(name) + ": a matrix has two dimensions");
-    const TensorInfo& found = tensor(name, shape);
-    const int64_t cols = shape.back();
-    const int64_t rows = shape[shape.size() - 2];
-    const int64_t experts =
-        std::accumulate(shape.begin(), shape.end() - 2, int64_t{1}, std::multiplies<>());
+  /// Throws unless the tensor holds a matrix of this shape in a type that can be read.
+  void check_matrix(const TensorInfo& found, std::span<const int64_t> shape) const {
+    if (shape.size() < 2) throw std::logic_error(found.name + ": a matrix has two dimensions");
     switch (found.type) {
       case TensorType::f32:
       case TensorType::bf16:
-      case TensorType::f16: {
-        check_shape(found, shape);
-        const WeightType type = found.type == TensorType::f32    ? WeightType::fp32
-                                : found.type == TensorType::bf16 ? WeightType::bf16
-                                                                 : WeightType::fp16;
-        return {found.data, type, experts * rows, cols, cols};
-      }
+      case TensorType::f16:
       case TensorType::f8_e4m3:
-        check_shape(found, shape);
-        break;
+        return check_shape(found, shape);
       case TensorType::u8: {
-        if (cols % kNvfp4Block != 0) {
+        if (shape.back() % kNvfp4Block != 0) {
           fail(found,
                "expected a multiple of 16 columns for NVFP4, got shape " + shape_text(shape));
         }
         std::vector<int64_t> packed(shape.begin(), shape.end());
-        packed.back() = cols / 2;
+        packed.back() /= 2;
         if (found.shape != packed) {
           fail(found, "expected shape " + shape_text(packed) + " (two NVFP4 codes a byte of " +
                           shape_text(shape) + "), got " + shape_text(found.shape));
         }
-        break;
+        return;
       }
       default:
         fail(found, "expected F32, BF16, F16, F8_E4M3 or U8 (NVFP4), got " + found.type_name);
     }
+  }
+
+  /// The matrix of a tensor that check_matrix accepted: a view of the file, or with memory of its
+  /// own when it had to be dequantized.
+  Owned read_matrix(const TensorInfo& found, std::span<const int64_t> shape) const {
+    const int64_t cols = shape.back();
+    const int64_t rows = shape[shape.size() - 2];
+    const int64_t experts =
+        std::accumulate(shape.begin(), shape.end() - 2, int64_t{1}, std::multiplies<>());
+    if (found.type == TensorType::f8_e4m3 || found.type == TensorType::u8) {
+      Owned out = found.type == TensorType::u8 ? dequantize_nvfp4(found, experts, rows, cols)
+                                               : dequantize_fp8(found, experts, rows, cols);
+      tensors.drop_pages(found);
+      return out;
+    }
+    const WeightType type = found.type == TensorType::f32    ? WeightType::fp32
+                            : found.type == TensorType::bf16 ? WeightType::bf16
+                                                             : WeightType::fp16;
+    return {nullptr, {found.data, type, experts * rows, cols, cols}};
+  }
+
+  WeightView weight(std::string_view name, std::span<const int64_t> shape) const {
+    const TensorInfo& found = tensor(name, shape);
+    check_matrix(found, shape);
     const std::lock_guard lock(mutex);
     const std::pair key{std::string(name), std::vector<int32_t>{}};
-    auto at = owned.find(key);
-    if (at == owned.end()) {
-      at = owned
-               .emplace(key, found.type == TensorType::u8
-                                 ? dequantize_nvfp4(found, experts, rows, cols)
-                                 : dequantize_fp8(found, experts, rows, cols))
-               .first;
-      tensors.drop_pages(found);
+    const auto at = owned.find(key);
+    if (at != owned.end()) return at->second.view;
+    Owned out = read_matrix(found, shape);
+    const WeightView view = out.view;
+    if (out.memory) owned.emplace(key, std::move(out));
+    return view;
+  }
+
+  std::vector<WeightView> split_rows(std::string_view name, std::span<const int64_t> shape,
+                                     std::span<const std::vector<int32_t>> parts) const {
+    const TensorInfo& found = tensor(name, shape);
+    check_matrix(found, shape);
+    const std::lock_guard lock(mutex);
+    std::vector<WeightView> out;
+    Owned source;  // read when a part is missing, and left again at the end
+    for (const std::vector<int32_t>& rows : parts) {
+      std::pair key{std::string(name), rows};
+      const auto at = owned.find(key);
+      if (at != owned.end()) {
+        out.push_back(at->second.view);
+        continue;
+      }
+      if (source.view.data == nullptr) source = read_matrix(found, shape);
+      const WeightView& from = source.view;
+      Owned copy = allocate(static_cast<int64_t>(rows.size()), from.cols, from.type);
+      const auto row_bytes = static_cast<size_t>(from.cols * weight_bytes(from.type));
+      for (size_t i = 0; i < rows.size(); ++i) {
+        if (rows[i] < 0 || rows[i] >= from.rows) {
+          throw std::logic_error("split_rows: row " + std::to_string(rows[i]) + " of " + key.first +
+                                 ", which has " + std::to_string(from.rows));
+        }
+        std::memcpy(
+            copy.memory.get() + i * row_bytes,
+            static_cast<const std::byte*>(from.data) + static_cast<size_t>(rows[i]) * row_bytes,
+            row_bytes);
+      }
+      out.push_back(copy.view);
+      owned.emplace(std::move(key), std::move(copy));
     }
-    return at->second.view;
+    tensors.drop_pages(found);
+    return out;
   }
 
   std::string compute_hash() const {
@@ -415,30 +458,16 @@ WeightView Checkpoint::weight(std::string_view name, std::initializer_list<int64
   return weight(name, std::span<const int64_t>(shape.begin(), shape.size()));
 }
 
-WeightView Checkpoint::gathered_rows(std::string_view name, std::initializer_list<int64_t> shape,
-                                     std::span<const int32_t> rows) const {
-  const WeightView source = weight(name, shape);
-  const Implementation& self = *implementation_;
-  const std::lock_guard lock(self.mutex);
-  std::pair key{std::string(name), std::vector<int32_t>(rows.begin(), rows.end())};
-  const auto at = self.owned.find(key);
-  if (at != self.owned.end()) return at->second.view;
-  Implementation::Owned copy =
-      self.allocate(static_cast<int64_t>(rows.size()), source.cols, source.type);
-  const auto row_bytes = static_cast<size_t>(source.cols * weight_bytes(source.type));
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i] < 0 || rows[i] >= source.rows) {
-      throw std::logic_error("gathered_rows: row " + std::to_string(rows[i]) + " of " + key.first +
-                             ", which has " + std::to_string(source.rows));
-    }
-    std::memcpy(
-        copy.memory.get() + i * row_bytes,
-        static_cast<const std::byte*>(source.data) + static_cast<size_t>(rows[i]) * row_bytes,
-        row_bytes);
-  }
-  const WeightView view = copy.view;
-  self.owned.emplace(std::move(key), std::move(copy));
-  return view;
+std::vector<WeightView> Checkpoint::split_rows(std::string_view name,
+                                               std::initializer_list<int64_t> shape,
+                                               std::span<const std::vector<int32_t>> parts) const {
+  return implementation_->split_rows(name, {shape.begin(), shape.size()}, parts);
+}
+
+std::vector<WeightView> Checkpoint::split_rows(
+    std::string_view name, std::initializer_list<int64_t> shape,
+    std::initializer_list<std::vector<int32_t>> parts) const {
+  return split_rows(name, shape, std::span(parts.begin(), parts.size()));
 }
 
 std::vector<float> Checkpoint::values(std::string_view name,

@@ -67,11 +67,13 @@ class Checkpoint {
   WeightView weight(std::string_view name, std::span<const int64_t> shape) const;
   WeightView weight(std::string_view name, std::initializer_list<int64_t> shape) const;
 
-  /// A matrix whose row i is row rows[i] of weight(name, shape), copied into memory of the
-  /// checkpoint: for layouts that interleave what the model reads apart. The same name and rows
-  /// give the same memory.
-  WeightView gathered_rows(std::string_view name, std::initializer_list<int64_t> shape,
-                           std::span<const int32_t> rows) const;
+  /// Matrices copied out of weight(name, shape) into memory of the checkpoint, row i of result p
+  /// being row parts[p][i]: for layouts that interleave what the model reads apart. The same name
+  /// and rows give the same memory.
+  std::vector<WeightView> split_rows(std::string_view name, std::initializer_list<int64_t> shape,
+                                     std::span<const std::vector<int32_t>> parts) const;
+  std::vector<WeightView> split_rows(std::string_view name, std::initializer_list<int64_t> shape,
+                                     std::initializer_list<std::vector<int32_t>> parts) const;
 
   /// A small tensor (F64, F32, BF16, F16) of exactly this shape as FP32, row-major.
   std::vector<float> values(std::string_view name, std::initializer_list<int64_t> shape) const;

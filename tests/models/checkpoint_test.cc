@@ -399,11 +399,13 @@ TEST_CASE("weights are views into the file, with their shapes checked") {
   CHECK(checkpoint->values("v", {2}) == std::vector<float>{1, 2});
   CHECK(checkpoint->values("w", {2, 3}) == matrix);
 
-  const std::vector<int32_t> order = {1, 0, 1};
-  const WeightView gathered = checkpoint->gathered_rows("w", {2, 3}, order);
-  CHECK(floats_of(gathered) == std::vector<float>{3.5, 4.5, 5.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5});
-  CHECK(!within(gathered, *checkpoint));
-  CHECK(checkpoint->gathered_rows("w", {2, 3}, order).data == gathered.data);
+  const std::vector<std::vector<int32_t>> parts = {{1, 0, 1}, {0}};
+  const std::vector<WeightView> split = checkpoint->split_rows("w", {2, 3}, parts);
+  CHECK(floats_of(split[0]) == std::vector<float>{3.5, 4.5, 5.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5});
+  CHECK(floats_of(split[1]) == std::vector<float>{0.5, 1.5, 2.5});
+  CHECK(!within(split[0], *checkpoint));
+  CHECK(checkpoint->split_rows("w", {2, 3}, parts)[0].data == split[0].data);
+  CHECK(floats_of(checkpoint->weight("w", {2, 3})) == matrix);
 
   CHECK(failure([&] {
           (void)checkpoint->weight("w", {3, 2});
@@ -499,6 +501,8 @@ TEST_CASE("FP8 weights: one scale, rows, blocks, experts") {
   CHECK(floats_of(checkpoint->weight("expert", {2, 2, 2})) ==
         std::vector<float>{3, 6, 9, -12, 2.5, 2240, smallest * 5, -0.0f});
   CHECK(checkpoint->weight("one", {2, 4}).data == checkpoint->weight("one", {2, 4}).data);
+  CHECK(floats_of(checkpoint->split_rows("row", {2, 4}, {{1}})[0]) ==
+        std::vector<float>{5, 4480, smallest * 10, -0.0f});
   CHECK(checkpoint->weight("one", {2, 4}).type == WeightType::fp32);
   CHECK(contains(failure([&] {
                    (void)checkpoint->weight("bare", {2, 4});
