@@ -29,7 +29,6 @@ typedef float NativeFloat __attribute__((vector_size(kWidth * 4)));
 typedef int32_t NativeInt __attribute__((vector_size(kWidth * 4)));
 typedef double NativeDouble __attribute__((vector_size(kWidth * 4)));
 typedef int64_t NativeLong __attribute__((vector_size(kWidth * 4)));
-typedef float NativeHalf __attribute__((vector_size(kWidth * 2)));
 typedef uint16_t NativeShort __attribute__((vector_size(kWidth * 2)));
 
 REPLAYEVAL_INLINE NativeFloat native_fma(NativeFloat a, NativeFloat b, NativeFloat c) {
@@ -233,24 +232,46 @@ REPLAYEVAL_INLINE F16 min(const F16& a, const F16& b) { return select(a < b, a, 
 
 REPLAYEVAL_INLINE D16 to_double(const F16& a) {
   D16 r;
-  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) {
-    NativeHalf low, high;
-    memcpy(&low, &a.v[i], sizeof low);
-    memcpy(&high, reinterpret_cast<const char*>(&a.v[i]) + sizeof low, sizeof high);
-    r.v[2 * i] = __builtin_convertvector(low, NativeDouble);
-    r.v[2 * i + 1] = __builtin_convertvector(high, NativeDouble);
+#if defined(__AVX512F__)
+  r.v[0] = _mm512_cvtps_pd(_mm512_castps512_ps256(a.v[0]));
+  r.v[1] = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v[0]), 1)));
+#elif defined(__AVX2__)
+  REPLAYEVAL_UNROLL for (int i = 0; i < 2; ++i) {
+    r.v[2 * i] = _mm256_cvtps_pd(_mm256_castps256_ps128(a.v[i]));
+    r.v[2 * i + 1] = _mm256_cvtps_pd(_mm256_extractf128_ps(a.v[i], 1));
   }
+#else
+  for (int i = 0; i < kLanes; ++i) r.v[i / 2][i % 2] = static_cast<double>(a.v[i / 4][i % 4]);
+#endif
   return r;
 }
 REPLAYEVAL_INLINE F16 to_float(const D16& a) {
   F16 r;
-  REPLAYEVAL_UNROLL for (int i = 0; i < kParts; ++i) {
-    NativeHalf low = __builtin_convertvector(a.v[2 * i], NativeHalf);
-    NativeHalf high = __builtin_convertvector(a.v[2 * i + 1], NativeHalf);
-    memcpy(&r.v[i], &low, sizeof low);
-    memcpy(reinterpret_cast<char*>(&r.v[i]) + sizeof low, &high, sizeof high);
+#if defined(__AVX512F__)
+  const __m512d low = _mm512_castps_pd(_mm512_castps256_ps512(_mm512_cvtpd_ps(a.v[0])));
+  r.v[0] = _mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_castps_pd(_mm512_cvtpd_ps(a.v[1])), 1));
+#elif defined(__AVX2__)
+  REPLAYEVAL_UNROLL for (int i = 0; i < 2; ++i) {
+    r.v[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps(a.v[2 * i])),
+                                  _mm256_cvtpd_ps(a.v[2 * i + 1]), 1);
   }
+#else
+  for (int i = 0; i < kLanes; ++i) r.v[i / 4][i % 4] = static_cast<float>(a.v[i / 2][i % 2]);
+#endif
   return r;
+}
+
+/// Whether a comparison holds in any lane.
+REPLAYEVAL_INLINE bool any(const I16& mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask.v[0]),
+                                reinterpret_cast<__m512i>(mask.v[0])) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask.v[0] | mask.v[1])) != 0;
+#else
+  const NativeInt folded = (mask.v[0] | mask.v[1]) | (mask.v[2] | mask.v[3]);
+  return (folded[0] | folded[1] | folded[2] | folded[3]) != 0;
+#endif
 }
 
 /// Sum of the lanes as the tree ((0 + 8) + (4 + 12)) + ...: halves are folded, 8, 4, 2, 1.
@@ -293,8 +314,7 @@ REPLAYEVAL_INLINE I16 bf16_code(const F16& a) {
 /// FP16 code of each lane, to nearest even, subnormals kept, overflow to inf.
 REPLAYEVAL_INLINE I16 fp16_code(const F16& a) {
 #if defined(__AVX512F__)
-  const __m256i codes =
-      _mm512_maskz_cvtps_ph(0xffff, a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256i codes = _mm512_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return load_short(&codes);
 #elif defined(__F16C__)
   const __m128i codes[2] = {_mm256_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
@@ -325,7 +345,7 @@ REPLAYEVAL_INLINE F16 widen_fp16_code(const I16& code) {
 #if defined(__AVX512F__)
   __m256i codes;
   store_short(&codes, code);
-  return {{_mm512_maskz_cvtph_ps(0xffff, codes)}};
+  return {{_mm512_cvtph_ps(codes)}};
 #elif defined(__F16C__)
   __m128i codes[2];
   store_short(codes, code);
