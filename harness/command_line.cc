@@ -20,6 +20,9 @@
 #include "models/hub.h"
 #include "quant/quantize.h"
 #include "quant/state_format.h"
+#include "reports/run_folder.h"
+#include "reports/statistics.h"
+#include "reports/tables.h"
 
 namespace replayeval {
 namespace {
@@ -81,6 +84,40 @@ int run(RunArguments arguments) {
   }
   install_stop_signals();
   return run_teacher_forced(experiment, arguments.options);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// show
+// ---------------------------------------------------------------------------------------------------------------
+
+enum class ShowAs { text, csv, json };
+
+/// Assembles the report of a run folder that has none, or not of all that is finished by now.
+void refresh_report(const fs::path& path) {
+  if (!RunFolder::holds_run(path)) return;
+  const RunFolder folder = RunFolder::open_read_only(path);
+  for (const std::string& note : folder.notes()) std::fprintf(stderr, "%s\n", note.c_str());
+  if (folder.missing().empty() && fs::exists(path / "report.h5")) return;
+  try {
+    folder.assemble();
+  } catch (const std::runtime_error&
+               error) {  // a folder of someone else's: the tables are printed all the same
+    std::fprintf(stderr, "%s\n", error.what());
+  }
+}
+
+int show(const std::vector<std::string>& runs, ShowAs as) {
+  for (size_t r = 0; r < runs.size(); ++r) {
+    refresh_report(runs[r]);
+    const Report report = load_report(runs[r]);
+    const KlStatistics statistics = kl_statistics(report);
+    const std::string text = as == ShowAs::csv    ? kl_csv(report, statistics)
+                             : as == ShowAs::json ? kl_json(report, statistics)
+                                                  : kl_text(report, statistics);
+    std::printf("%s%s", r > 0 && as == ShowAs::text ? "\n" : "", text.c_str());
+    if (!text.ends_with('\n')) std::printf("\n");
+  }
+  return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -228,6 +265,17 @@ int parse_and_run(int argc, const char* const* argv) {
   run_command->add_option("--shard", run_arguments.shard,
                           "i/n: this is process i of n on one run folder");
   run_command->callback([&] { result = run(run_arguments); });
+
+  std::vector<std::string> show_runs;
+  bool show_csv = false, show_json = false;
+  CLI::App* show_command = app.add_subcommand("show", "tables of finished and unfinished runs");
+  show_command->add_option("runs", show_runs, "run folders or report.h5 files")->required();
+  CLI::Option* csv_option =
+      show_command->add_flag("--csv", show_csv, "a line for each state and position bin");
+  show_command->add_flag("--json", show_json, "everything as JSON")->excludes(csv_option);
+  show_command->callback([&] {
+    result = show(show_runs, show_csv ? ShowAs::csv : show_json ? ShowAs::json : ShowAs::text);
+  });
 
   std::string list_what;
   CLI::App* list_command = app.add_subcommand("list", "formats, families, tasks, metrics or keys");
