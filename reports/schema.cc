@@ -9,6 +9,8 @@
 
 #include "reports/files.h"
 #include "reports/hdf5_image.h"
+#include "reports/statistics.h"
+#include "reports/tables.h"
 
 namespace replayeval {
 namespace {
@@ -160,6 +162,101 @@ void write_state(Hdf5Writer& file, const std::string& group, const Report& repor
   write_errors(file, group, report, state);
 }
 
+/// Column 0 of each [state, range] dataset is all positions, the others are the bins.
+void write_summary(Hdf5Writer& file, const Report& report) {
+  file.group("/summary");
+  if (report.baseline() < 0) return;
+  const StatisticsOptions options;
+  const KlStatistics statistics = kl_statistics(report, options);
+  const int64_t states = dim(statistics.states.size());
+  const int64_t ranges = dim(statistics.bins.size()) + 1;
+  const int64_t fractions = dim(kQuantiles.size());
+
+  std::vector<std::string> names = {"all"};
+  std::vector<int64_t> first = {0},
+                       last = {statistics.bins.empty() ? 0 : statistics.bins.back().last};
+  for (const Bin& bin : statistics.bins) {
+    names.push_back(bin.name);
+    first.push_back(bin.first);
+    last.push_back(bin.last);
+  }
+  file.dataset<std::string>("/summary/range", {ranges}, names);
+  file.dataset<int64_t>("/summary/range_first", {ranges}, first);
+  file.dataset<int64_t>("/summary/range_last", {ranges}, last);
+  file.dataset<double>("/summary/quantile", {fractions}, kQuantiles);
+  write_column<std::string>(file, "/summary/state", statistics.states,
+                            [](auto& s) { return s.name; });
+
+  std::vector<const KlFigures*> cells;
+  for (const StateStatistics& state : statistics.states) {
+    cells.push_back(&state.all);
+    for (const KlFigures& figures : state.bins) cells.push_back(&figures);
+  }
+  auto integers = [&](const char* name, auto get) {
+    std::vector<int64_t> values;
+    for (const KlFigures* f : cells) values.push_back(get(*f));
+    file.dataset<int64_t>(std::string("/summary/") + name, {states, ranges}, values);
+  };
+  auto reals = [&](const std::string& name, auto get) {
+    std::vector<double> values;
+    for (const KlFigures* f : cells) values.push_back(get(*f));
+    file.dataset<double>("/summary/" + name, {states, ranges}, values);
+  };
+  auto estimates = [&](const std::string& name, Estimate KlFigures::*member) {
+    reals(name, [&](const KlFigures& f) { return (f.*member).value; });
+    reals(name + "_low", [&](const KlFigures& f) { return (f.*member).interval.low; });
+    reals(name + "_high", [&](const KlFigures& f) { return (f.*member).interval.high; });
+  };
+  auto quantiles = [&](const std::string& name, auto member) {
+    std::vector<double> value, low, high;
+    for (const KlFigures* f : cells) {
+      for (const Estimate& e : f->*member) {
+        value.push_back(e.value);
+        low.push_back(e.interval.low);
+        high.push_back(e.interval.high);
+      }
+    }
+    file.dataset<double>("/summary/" + name, {states, ranges, fractions}, value);
+    file.dataset<double>("/summary/" + name + "_low", {states, ranges, fractions}, low);
+    file.dataset<double>("/summary/" + name + "_high", {states, ranges, fractions}, high);
+  };
+  integers("documents", [](const KlFigures& f) { return f.documents; });
+  integers("reaching", [](const KlFigures& f) { return f.reaching; });
+  integers("positions", [](const KlFigures& f) { return f.positions; });
+  integers("non_finite", [](const KlFigures& f) { return f.non_finite; });
+  integers("below_floor", [](const KlFigures& f) { return f.below_floor ? 1 : 0; });
+  estimates("kl_mean", &KlFigures::kl);
+  quantiles("kl_quantile", &KlFigures::kl_quantiles);
+  reals("kl_max", [](const KlFigures& f) { return f.kl_max; });
+  integers("kl_max_document", [](const KlFigures& f) { return f.kl_max_document; });
+  integers("kl_max_position", [](const KlFigures& f) { return f.kl_max_position; });
+  estimates("nll_mean", &KlFigures::nll);
+  quantiles("nll_quantile", &KlFigures::nll_quantiles);
+  reals("nll_max", [](const KlFigures& f) { return f.nll_max; });
+  integers("nll_max_document", [](const KlFigures& f) { return f.nll_max_document; });
+  integers("nll_max_position", [](const KlFigures& f) { return f.nll_max_position; });
+  estimates("top1", &KlFigures::top1);
+  estimates("perplexity", &KlFigures::perplexity);
+  estimates("perplexity_ratio", &KlFigures::perplexity_ratio);
+  write_column<double>(file, "/summary/growth", statistics.states,
+                       [](auto& s) { return s.growth.value; });
+  write_column<double>(file, "/summary/growth_low", statistics.states,
+                       [](auto& s) { return s.growth.interval.low; });
+  write_column<double>(file, "/summary/growth_high", statistics.states,
+                       [](auto& s) { return s.growth.interval.high; });
+
+  std::string text;
+  const std::vector<Table> tables = kl_tables(report, statistics);
+  for (size_t i = 1; i < tables.size(); ++i)
+    text += (text.empty() ? "" : "\n") + as_text(tables[i]);
+  file.attribute<std::string>("/summary", "text", text);
+  file.attribute<int64_t>("/summary", "between_documents", statistics.between_documents ? 1 : 0);
+  file.attribute<int64_t>("/summary", "growth_documents", statistics.growth_documents);
+  file.attribute<int64_t>("/summary", "floor_state", statistics.floor_state);
+  file.attribute<uint64_t>("/summary", "bootstrap_seed", options.seed);
+  file.attribute<int64_t>("/summary", "bootstrap_replicates", options.replicates);
+}
+
 }  // namespace
 
 void write_report(const Report& report, const std::filesystem::path& path) {
@@ -219,6 +316,7 @@ void write_report(const Report& report, const std::filesystem::path& path) {
   file.group("/states");
   for (size_t s = 0; s < report.states.size(); ++s)
     write_state(file, state_group(s), report, report.states[s]);
+  write_summary(file, report);
 
   std::vector<std::byte> bytes = file.finish();
   seal_checksum(bytes);
