@@ -226,11 +226,10 @@ bool has_fast_path(const FormatDescriptor& d, const PackedLayout& l) {
 }
 
 size_t fast_scratch_floats(const PackedLayout& l) {
-  // Six rows, five rows of blocks and three matrices of blocks, each padded, and the search trees.
+  // Five rows and eight matrices of blocks, each padded, and a search tree.
   size_t row = static_cast<size_t>(l.state_dim) + 80;
-  size_t across = static_cast<size_t>(l.blocks_across) + 32;
   size_t blocks = static_cast<size_t>(l.blocks_down) * static_cast<size_t>(l.blocks_across) + 32;
-  return 512 + 6 * row + 5 * across + 3 * blocks;
+  return 512 + 5 * row + 8 * blocks;
 }
 
 size_t packed_bytes(const StateFormat& format, StateShape shape) {

@@ -491,18 +491,18 @@ struct ScaleConstants {
   DecodeConstants decode;
 };
 
-/// Whole vectors of scale_blocks for block scales in a float format; returns how many blocks they
-/// hold.
+/// Scales of `count` blocks under one outer scale, in a float format: block_scale of
+/// packed_layout.h. Writes values and factors, whole vectors of them (the arrays are padded); codes
+/// go to `codes`, scale_size bytes each.
 template <Round kRound>
-REPLAYEVAL_INLINE int scale_vectors(const FormatDescriptor& d, const ScaleConstants& k,
-                                    const OuterScale& outer, float candidate, const float* amax,
-                                    int count, int scale_size, float* scale, float* factor,
-                                    std::byte* codes) {
+REPLAYEVAL_INLINE void scale_vectors(const FormatDescriptor& d, const ScaleConstants& k,
+                                     const OuterScale& outer, float candidate, const float* amax,
+                                     int count, int scale_size, float* scale, float* factor,
+                                     std::byte* codes) {
   const float reciprocal = 1.0f / d.divisor;
   const float folded = outer.encode * reciprocal;
   const float divided = d.divisor * outer.decode;
-  int b = 0;
-  for (; b + kLanes <= count; b += kLanes) {
+  for (int b = 0; b < count; b += kLanes) {
     Floats a = load<Floats>(amax + b);
     Floats raw;
     if (d.order == ScaleOrder::vllm) {
@@ -527,29 +527,36 @@ REPLAYEVAL_INLINE int scale_vectors(const FormatDescriptor& d, const ScaleConsta
     }
     store(scale + b, s);
     store(factor + b, f);
-    store_codes(codes, 8 * scale_size, b, code);
+    if (b + kLanes <= count) {
+      store_codes(codes, 8 * scale_size, b, code);
+    } else {
+      std::byte padded[2 * kLanes];
+      store_codes(padded, 8 * scale_size, 0, code);
+      __builtin_memcpy(codes + static_cast<size_t>(b) * scale_size, padded,
+                       static_cast<size_t>(count - b) * scale_size);
+    }
   }
-  return b;
 }
 
-/// Scales of `count` blocks under one outer scale: block_scale of packed_layout.h. Writes values
-/// and factors; codes go to `codes`, scale_size bytes each.
+/// Scales of `count` blocks under one outer scale in any format.
 REPLAYEVAL_INLINE void scale_blocks(const FormatDescriptor& d, const ScaleConstants& k,
                                     const OuterScale& outer, float candidate, const float* amax,
                                     int count, int scale_size, float* scale, float* factor,
                                     std::byte* codes) {
-  int b = 0;
   if (d.block_scale == BlockScale::floating) {
-    b = d.scale_rounding == ScaleRounding::nearest
-            ? scale_vectors<Round::nearest>(d, k, outer, candidate, amax, count, scale_size, scale,
-                                            factor, codes)
-        : d.scale_rounding == ScaleRounding::up
-            ? scale_vectors<Round::up>(d, k, outer, candidate, amax, count, scale_size, scale,
-                                       factor, codes)
-            : scale_vectors<Round::down>(d, k, outer, candidate, amax, count, scale_size, scale,
-                                         factor, codes);
+    if (d.scale_rounding == ScaleRounding::nearest) {
+      scale_vectors<Round::nearest>(d, k, outer, candidate, amax, count, scale_size, scale, factor,
+                                    codes);
+    } else if (d.scale_rounding == ScaleRounding::up) {
+      scale_vectors<Round::up>(d, k, outer, candidate, amax, count, scale_size, scale, factor,
+                               codes);
+    } else {
+      scale_vectors<Round::down>(d, k, outer, candidate, amax, count, scale_size, scale, factor,
+                                 codes);
+    }
+    return;
   }
-  for (; b < count; ++b) {
+  for (int b = 0; b < count; ++b) {
     ScaledBlock s = block_scale(d, amax[b], outer, candidate);
     scale[b] = s.scale;
     factor[b] = s.factor;
@@ -599,12 +606,11 @@ REPLAYEVAL_INLINE Scratch divide_scratch(const PackedLayout& l, float* memory) {
   s.block_amax = take(blocks);
   s.block_scale = take(blocks);
   s.block_factor = take(blocks);
-  int64_t across = l.blocks_across + 16;
-  s.try_scale = take(across);
-  s.try_factor = take(across);
-  s.block_error = take(across);
-  s.best_error = take(across);
-  s.try_codes = reinterpret_cast<std::byte*>(take(across));
+  s.try_scale = take(blocks);
+  s.try_factor = take(blocks);
+  s.block_error = take(blocks);
+  s.best_error = take(blocks);
+  s.try_codes = reinterpret_cast<std::byte*>(take(blocks));
   return s;
 }
 
@@ -669,6 +675,21 @@ REPLAYEVAL_INLINE void candidate_errors(const FormatDescriptor& d, const Element
     Floats difference = value - v;
     store(error + c, d.choose == Choose::mse ? difference * difference
                                              : (Floats)((Words)difference & kMagnitude));
+  }
+}
+
+/// Adds the errors of every block of a row to its sum, one element after the other: a lane is a
+/// block.
+REPLAYEVAL_INLINE void add_errors(const float* error, int across, int width, float* sums) {
+  for (int b = 0; b < across; b += kLanes) {
+    Words index{};
+    for (int lane = 0; lane < kLanes; ++lane) {
+      index[lane] = static_cast<uint32_t>(b + lane < across ? b + lane : across - 1) *
+                    static_cast<uint32_t>(width);
+    }
+    Floats sum = load<Floats>(sums + b);
+    for (int c = 0; c < width; ++c) sum = sum + look_up256(error + c, index);
+    store(sums + b, sum);
   }
 }
 
@@ -867,68 +888,72 @@ void encode_fast(const EncodeTask& task, float* memory, EncodeCounts* counts) {
     nearest = element_constants(d, false, nearest_tree);
   }
 
-  const bool one_pass = d.candidate_count == 1 && d.span != Span::row;
-  if (one_pass) {
-    scale_blocks(d, sk, outer, d.candidates[0], s.block_amax, l.blocks_down * across, l.scale_size,
-                 s.block_scale, s.block_factor, task.packed + l.scales);
-  }
-  for (int band = 0; band < l.blocks_down; ++band) {
-    int64_t first = static_cast<int64_t>(band) * across;
+  // Bands under one outer scale are scaled together: one band a group for Span::row, otherwise all.
+  const int group_bands = d.span == Span::row ? 1 : l.blocks_down;
+  for (int group = 0; group < l.blocks_down; group += group_bands) {
+    const int64_t first = static_cast<int64_t>(group) * across;
+    const int count = group_bands * across;
     const float* amax = s.block_amax + first;
     float* scale = s.block_scale + first;
     float* factor = s.block_factor + first;
     std::byte* codes = task.packed + l.scales + first * l.scale_size;
     if (d.span == Span::row) {
       outer = outer_scale(d, run_amax(amax, across));
-      store_outer(band);
+      store_outer(group);
     }
-    if (!one_pass) {
-      scale_blocks(d, sk, outer, d.candidates[0], amax, across, l.scale_size, scale, factor, codes);
-    }
+    scale_blocks(d, sk, outer, d.candidates[0], amax, count, l.scale_size, scale, factor, codes);
     for (int candidate = 0; d.candidate_count > 1 && candidate < d.candidate_count; ++candidate) {
-      scale_blocks(d, sk, outer, d.candidates[candidate], amax, across, l.scale_size, s.try_scale,
-                   s.try_factor, s.try_codes);
-      spread(s.try_scale, across, l.block_columns, s.scale);
-      spread(s.try_factor, across, l.block_columns, s.factor);
-      for (int b = 0; b < across; ++b) s.block_error[b] = 0;
-      for (int r = band * l.block_rows; r < (band + 1) * l.block_rows; ++r) {
-        const float* x = task.x + static_cast<int64_t>(r) * n;
-        if (n % kLanes !=
-            0) {  // rows of whole vectors, so that reading past the end of x is never needed
-          for (int c = 0; c < n; ++c) s.columns[c] = x[c];
-          x = s.columns;
-        }
-        if (d.element == ElementKind::floating) {
-          candidate_errors<Kind::floating>(d, nearest, decode, job.scaling, outer, x, n, s.scale,
+      if (candidate > 0) {
+        scale_blocks(d, sk, outer, d.candidates[candidate], amax, count, l.scale_size, s.try_scale,
+                     s.try_factor, s.try_codes);
+      }
+      const float* try_scale = candidate > 0 ? s.try_scale : scale;
+      const float* try_factor = candidate > 0 ? s.try_factor : factor;
+      for (int band = 0; band < group_bands; ++band) {
+        spread(try_scale + band * across, across, l.block_columns, s.scale);
+        spread(try_factor + band * across, across, l.block_columns, s.factor);
+        float* sums = s.block_error + band * across;
+        for (int b = 0; b < across; ++b) sums[b] = 0;
+        for (int i = 0; i < l.block_rows; ++i) {
+          int r = (group + band) * l.block_rows + i;
+          const float* x = task.x + static_cast<int64_t>(r) * n;
+          if (n % kLanes != 0) {  // whole vectors are read
+            for (int c = 0; c < n; ++c) s.columns[c] = x[c];
+            x = s.columns;
+          }
+          if (d.element == ElementKind::floating) {
+            candidate_errors<Kind::floating>(d, nearest, decode, job.scaling, outer, x, n, s.scale,
+                                             s.factor, s.error);
+          } else if (d.element == ElementKind::integer) {
+            candidate_errors<Kind::integer>(d, nearest, decode, job.scaling, outer, x, n, s.scale,
+                                            s.factor, s.error);
+          } else {
+            candidate_errors<Kind::values>(d, nearest, decode, job.scaling, outer, x, n, s.scale,
                                            s.factor, s.error);
-        } else if (d.element == ElementKind::integer) {
-          candidate_errors<Kind::integer>(d, nearest, decode, job.scaling, outer, x, n, s.scale,
-                                          s.factor, s.error);
-        } else {
-          candidate_errors<Kind::values>(d, nearest, decode, job.scaling, outer, x, n, s.scale,
-                                         s.factor, s.error);
-        }
-        for (int b = 0; b < across; ++b) {
-          float sum = s.block_error[b];
-          for (int c = 0; c < l.block_columns; ++c) sum = sum + s.error[b * l.block_columns + c];
-          s.block_error[b] = sum;
+          }
+          add_errors(s.error, across, l.block_columns, sums);
         }
       }
-      for (int b = 0; b < across; ++b) {
-        if (candidate > 0 && !(s.block_error[b] < s.best_error[b])) continue;
-        s.best_error[b] = s.block_error[b];
-        scale[b] = s.try_scale[b];
-        factor[b] = s.try_factor[b];
-        __builtin_memcpy(codes + static_cast<size_t>(b) * l.scale_size,
-                         s.try_codes + static_cast<size_t>(b) * l.scale_size, l.scale_size);
+      for (int b = 0; b < count; ++b) {
+        if (candidate == 0) {
+          s.best_error[b] = s.block_error[b];
+        } else if (s.block_error[b] < s.best_error[b]) {
+          s.best_error[b] = s.block_error[b];
+          scale[b] = s.try_scale[b];
+          factor[b] = s.try_factor[b];
+          __builtin_memcpy(codes + static_cast<size_t>(b) * l.scale_size,
+                           s.try_codes + static_cast<size_t>(b) * l.scale_size, l.scale_size);
+        }
       }
     }
-    spread(factor, across, l.block_columns, s.factor);
-    bool zero_scale = false;
-    for (int b = 0; b < across; ++b) zero_scale |= scale[b] == 0;
-    if (zero_scale) spread(scale, across, l.block_columns, s.scale);
-    for (int r = band * l.block_rows; r < (band + 1) * l.block_rows; ++r) {
-      row(r, zero_scale ? s.scale : nullptr, zero_scale);
+    for (int band = 0; band < group_bands; ++band) {
+      spread(factor + band * across, across, l.block_columns, s.factor);
+      bool zero_scale = false;
+      for (int b = band * across; b < (band + 1) * across; ++b) zero_scale |= scale[b] == 0;
+      if (zero_scale) spread(scale + band * across, across, l.block_columns, s.scale);
+      for (int i = 0; i < l.block_rows; ++i) {
+        row((group + band) * l.block_rows + i, zero_scale ? s.scale : nullptr, zero_scale);
+      }
     }
   }
 }
