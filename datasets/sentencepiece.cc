@@ -9,6 +9,7 @@
 #include <fstream>
 #include <sstream>
 #include <stdexcept>
+#include <tuple>
 #include <unordered_map>
 
 #include "datasets/bpe.h"
@@ -104,7 +105,8 @@ struct Model {
   uint64_t model_type = 1;  // 1 unigram, 2 BPE
   bool byte_fallback = false, whitespace_suffix = false;
   std::string unknown_surface = " \xE2\x81\x87 ";
-  bool character_rules = false, denormalizer_rules = false;
+  std::string character_rules;
+  bool denormalizer_rules = false;
   bool add_dummy_prefix = true, remove_extra_whitespaces = true, escape_whitespaces = true;
 };
 
@@ -138,7 +140,7 @@ Model parse_model(std::string_view bytes) {
         break;
       case 3:
         while (part.next(&inner)) {
-          if (inner.number == 2) model.character_rules = !inner.bytes.empty();
+          if (inner.number == 2) model.character_rules = inner.bytes;
           if (inner.number == 3) model.add_dummy_prefix = inner.value != 0;
           if (inner.number == 4) model.remove_extra_whitespaces = inner.value != 0;
           if (inner.number == 5) model.escape_whitespaces = inner.value != 0;
@@ -160,6 +162,96 @@ bool is_code_point(std::string_view text) {
   return !text.empty() && utf8_step(text).kind == Utf8Step::Kind::kCodePoint &&
          utf8_step(text).length == text.size();
 }
+
+// NormalizerSpec.precompiled_charsmap: the size of a double array (Darts), the array, and
+// replacements ended by NUL. A unit of the array holds a label in bits 0-7 and 31, a mark for a
+// value in bit 8, and the distance to its children.
+class CharacterRules {
+ public:
+  explicit CharacterRules(std::string_view blob) {
+    if (blob.empty()) return;
+    uint32_t size = 0;
+    if (blob.size() < 4)
+      throw std::runtime_error("precompiled_charsmap is shorter than its header");
+    for (size_t i = 0; i < 4; ++i)
+      size |= static_cast<uint32_t>(static_cast<unsigned char>(blob[i])) << (8 * i);
+    if (size % 4 != 0 || size > blob.size() - 4) {
+      throw std::runtime_error("precompiled_charsmap: table of " + std::to_string(size) +
+                               " bytes in " + std::to_string(blob.size()));
+    }
+    for (size_t i = 4; i < 4 + size; i += 4) {
+      uint32_t unit = 0;
+      for (size_t k = 0; k < 4; ++k)
+        unit |= static_cast<uint32_t>(static_cast<unsigned char>(blob[i + k])) << (8 * k);
+      units_.push_back(unit);
+    }
+    replacements_ = blob.substr(4 + size);
+  }
+
+  /// Length of the longest rule at the front of the text and what it becomes; 0 if there is none.
+  std::pair<size_t, std::string_view> match(std::string_view text) const {
+    if (units_.empty()) return {0, {}};
+    std::pair<size_t, std::string_view> best{0, {}};
+    size_t node = offset(units_[0]);
+    for (size_t i = 0; i < text.size(); ++i) {
+      const auto byte = static_cast<unsigned char>(text[i]);
+      node ^= byte;
+      if (node >= units_.size() || (units_[node] & 0x800000FFu) != byte) break;
+      const uint32_t unit = units_[node];
+      node ^= offset(unit);
+      if ((unit >> 8 & 1) == 0) continue;
+      const size_t value = node < units_.size() ? units_[node] & 0x7FFFFFFFu : SIZE_MAX;
+      if (value >= replacements_.size())
+        throw std::runtime_error("precompiled_charsmap points outside itself");
+      best = {i + 1, std::string_view(replacements_.c_str() + value)};
+    }
+    return best;
+  }
+
+ private:
+  static size_t offset(uint32_t unit) { return size_t{unit >> 10} << ((unit & 1u << 9) >> 6); }
+  std::vector<uint32_t> units_;
+  std::string replacements_;
+};
+
+// Pieces by their bytes, for all prefixes of a text at once.
+class PieceTrie {
+ public:
+  static constexpr int32_t kRoot = 0;
+  explicit PieceTrie(const StringTable& pieces) : next_(bytes_of(pieces)), ids_(1, -1) {
+    for (const auto& [text, id] : pieces) {
+      int32_t node = kRoot;
+      for (char c : text) {
+        const int32_t byte = static_cast<unsigned char>(c);
+        if (const int32_t* child = next_.find(node, byte)) {
+          node = *child;
+        } else {
+          const auto created = static_cast<int32_t>(ids_.size());
+          next_.put(node, byte, created);
+          ids_.push_back(-1);
+          node = created;
+        }
+      }
+      ids_[static_cast<size_t>(node)] = id;
+    }
+  }
+  /// Child of a node, -1 if there is none.
+  int32_t next(int32_t node, char byte) const {
+    const int32_t* child = next_.find(node, static_cast<unsigned char>(byte));
+    return child == nullptr ? -1 : *child;
+  }
+  /// Piece that ends at a node, -1 if there is none.
+  int32_t id(int32_t node) const { return ids_[static_cast<size_t>(node)]; }
+
+ private:
+  static size_t bytes_of(const StringTable& pieces) {
+    size_t bytes = 0;
+    for (const auto& [text, id] : pieces) bytes += text.size();
+    return bytes;
+  }
+  PairTable<int32_t> next_;
+  std::vector<int32_t> ids_;
+};
 
 class SentencePieceTokenizer final : public Tokenizer {
  public:
@@ -195,7 +287,11 @@ class SentencePieceTokenizer final : public Tokenizer {
 
  private:
   void build_merges();
-  std::vector<int32_t> encode_bpe(std::string_view text, size_t limit) const;
+  std::string normalize(std::string_view text) const;
+  std::vector<int32_t> encode_bpe(std::string_view normalized, size_t limit) const;
+  std::vector<int32_t> encode_unigram(std::string_view normalized) const;
+  void append_unknown(std::string_view character, bool unknown_before,
+                      std::vector<int32_t>* ids) const;
   int32_t character_symbol(std::string_view character) const;
   // Length and id of the longest user-defined symbol at the front of the text.
   std::optional<std::pair<size_t, int32_t>> user_defined_at(std::string_view text) const;
@@ -211,7 +307,10 @@ class SentencePieceTokenizer final : public Tokenizer {
   std::vector<TokenPiece::Kind> kinds_;
   std::array<int32_t, 256> byte_ids_{};
   int32_t unknown_ = 0;
-  std::optional<MergeTable> merges_;  // absent: the library encodes
+  std::optional<CharacterRules> rules_;
+  std::optional<MergeTable> merges_;            // BPE
+  std::optional<PieceTrie> trie_;               // unigram; with neither the library encodes
+  float lowest_score_ = 0, highest_score_ = 0;  // of normal pieces
 };
 
 SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_library)
@@ -225,9 +324,9 @@ SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_libra
   if (library_.bos_id() >= 0) bos_ = library_.bos_id();
   if (library_.eos_id() >= 0) eos_ = {library_.eos_id()};
   byte_ids_.fill(-1);
-  bool plain = model_.model_type == 2 && !model_.character_rules &&
-               !model_.remove_extra_whitespaces && model_.escape_whitespaces &&
-               !model_.whitespace_suffix;
+  rules_.emplace(model_.character_rules);
+  bool has_unused = false;
+  bool first_normal = true;
   for (size_t i = 0; i < model_.pieces.size(); ++i) {
     const Model::Piece& piece = model_.pieces[i];
     const auto id = static_cast<int32_t>(i);
@@ -239,6 +338,7 @@ SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_libra
         kind = TokenPiece::Kind::kControl;
         break;
       case Model::kUnknown:
+        kind = TokenPiece::Kind::kUnknown;
         surface = model_.unknown_surface;
         break;
       case Model::kByte: {
@@ -253,9 +353,12 @@ SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_libra
         break;
       }
       default: {
-        // An unused piece is taken apart again by the library in an order that depends on the whole
-        // text.
-        if (piece.type == Model::kUnused) plain = false;
+        has_unused = has_unused || piece.type == Model::kUnused;
+        if (piece.type == Model::kNormal) {
+          lowest_score_ = first_normal ? piece.score : std::min(lowest_score_, piece.score);
+          highest_score_ = first_normal ? piece.score : std::max(highest_score_, piece.score);
+          first_normal = false;
+        }
         pieces_[piece.text] = id;
         if (piece.type == Model::kUserDefined) {
           user_defined_[piece.text] = id;
@@ -272,7 +375,11 @@ SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_libra
     surfaces_.push_back(std::move(surface));
     kinds_.push_back(kind);
   }
-  if (plain && !use_library) build_merges();
+  if (use_library || model_.whitespace_suffix) return;
+  // With BPE the library takes unused pieces apart again, in an order that depends on the whole
+  // text.
+  if (model_.model_type == 2 && !has_unused) build_merges();
+  if (model_.model_type == 1) trie_.emplace(pieces_);
 }
 
 int32_t SentencePieceTokenizer::character_symbol(std::string_view character) const {
@@ -321,7 +428,61 @@ void SentencePieceTokenizer::build_merges() {
   merges_.emplace(rules, std::unordered_set<int32_t>());
 }
 
-std::vector<int32_t> SentencePieceTokenizer::encode_bpe(std::string_view text, size_t limit) const {
+// Character rules, a leading space, spaces removed at the ends and doubled ones, as the model says;
+// spaces as U+2581.
+std::string SentencePieceTokenizer::normalize(std::string_view text) const {
+  std::string out;
+  const bool remove_spaces = model_.remove_extra_whitespaces;
+  const std::string_view space = model_.escape_whitespaces ? kSpace : std::string_view(" ");
+  const auto next = [&](size_t* offset) {
+    const std::string_view rest = text.substr(*offset);
+    size_t length = 0;
+    std::string_view becomes;
+    if (const auto frozen = user_defined_at(rest)) {
+      length = frozen->first;
+    } else {
+      std::tie(length, becomes) = rules_->match(rest);
+      if (length > 0) {
+        *offset += length;
+        return becomes;
+      }
+      length = utf8_step(rest).length;
+    }
+    *offset += length;
+    return rest.substr(0, length);
+  };
+  size_t offset = 0;
+  if (remove_spaces) {
+    for (size_t after = 0; offset < text.size() && next(&after) == " ";) offset = after;
+  }
+  if (offset == text.size()) return out;
+  if (model_.add_dummy_prefix) out += space;
+  bool after_space = remove_spaces;
+  while (offset < text.size()) {
+    std::string_view part = next(&offset);
+    while (after_space && part.starts_with(' ')) part.remove_prefix(1);
+    if (part.empty()) continue;
+    for (char c : part) c == ' ' ? out.append(space) : out.append(1, c);
+    after_space = remove_spaces && part.ends_with(' ');
+  }
+  while (remove_spaces && out.ends_with(space)) out.resize(out.size() - space.size());
+  return out;
+}
+
+void SentencePieceTokenizer::append_unknown(std::string_view character, bool unknown_before,
+                                            std::vector<int32_t>* ids) const {
+  if (!model_.byte_fallback) {
+    if (!unknown_before) ids->push_back(unknown_);  // a run of unknown characters is one token
+    return;
+  }
+  for (char byte : character) {
+    const int32_t id = byte_ids_[static_cast<unsigned char>(byte)];
+    ids->push_back(id < 0 ? unknown_ : id);
+  }
+}
+
+std::vector<int32_t> SentencePieceTokenizer::encode_bpe(std::string_view normalized,
+                                                        size_t limit) const {
   std::vector<int32_t> ids;
   std::vector<int32_t> symbols;
   MergeStream merges(*merges_, &symbols);
@@ -329,40 +490,87 @@ std::vector<int32_t> SentencePieceTokenizer::encode_bpe(std::string_view text, s
   const auto drain = [&] {
     for (int32_t symbol : symbols) {
       const bool unknown = symbol >= kCharacter;
-      if (!unknown) {
+      if (unknown) {
+        std::string character;
+        append_utf8(static_cast<char32_t>(symbol - kCharacter), &character);
+        append_unknown(character, unknown_before, &ids);
+      } else {
         ids.push_back(symbol >= kFrozen ? symbol - kFrozen : symbol);
-      } else if (model_.byte_fallback) {
-        std::string bytes;
-        append_utf8(static_cast<char32_t>(symbol - kCharacter), &bytes);
-        for (char byte : bytes) {
-          const int32_t id = byte_ids_[static_cast<unsigned char>(byte)];
-          ids.push_back(id < 0 ? unknown_ : id);
-        }
-      } else if (!unknown_before) {
-        ids.push_back(unknown_);  // a run of unknown characters is one token
       }
       unknown_before = unknown;
     }
     symbols.clear();
   };
-  std::string spelled =
-      model_.add_dummy_prefix && !text.empty() ? std::string(kSpace) : std::string();
-  for (char c : text) c == ' ' ? spelled.append(kSpace) : spelled.append(1, c);
-  const std::string_view rest = spelled;
-  for (size_t offset = 0; offset < rest.size() && ids.size() < limit;) {
-    const size_t begin = offset;
-    if (const auto frozen = user_defined_at(rest.substr(begin)); frozen) {
+  for (size_t offset = 0; offset < normalized.size() && ids.size() < limit;) {
+    if (const auto frozen = user_defined_at(normalized.substr(offset))) {
       merges.push(kFrozen + frozen->second);
       offset += frozen->first;
     } else {
-      next_code_point(rest, &offset);
-      merges.push(character_symbol(rest.substr(begin, offset - begin)));
+      const size_t begin = offset;
+      next_code_point(normalized, &offset);
+      merges.push(character_symbol(normalized.substr(begin, offset - begin)));
     }
     if (!symbols.empty()) drain();
   }
   merges.end_word();
   drain();
-  if (ids.size() > limit) ids.resize(limit);
+  return ids;
+}
+
+// Best path over all segmentations, character by character: the score of a path is the sum of its
+// pieces' scores. Sums are kept in FP32 and the first of equal candidates stays, as in the library:
+// ties are decided by rounding.
+std::vector<int32_t> SentencePieceTokenizer::encode_unigram(std::string_view normalized) const {
+  struct Node {
+    float score = 0;
+    int32_t id = -1;
+    size_t begin = SIZE_MAX;  // of the last piece of the best path that ends here
+  };
+  constexpr float kUnknownPenalty = 10;
+  std::vector<Node> ends(normalized.size() + 1);
+  const auto offer = [&](size_t begin, size_t end, int32_t id, float score) {
+    const float candidate = score + ends[begin].score;
+    if (ends[end].begin == SIZE_MAX || candidate > ends[end].score) {
+      ends[end] = {candidate, id, begin};
+    }
+  };
+  for (size_t begin = 0; begin < normalized.size();) {
+    const size_t after = begin + utf8_step(normalized.substr(begin)).length;
+    bool has_character = false;
+    int32_t node = PieceTrie::kRoot;
+    for (size_t end = begin; end < normalized.size();) {
+      node = trie_->next(node, normalized[end++]);
+      if (node < 0) break;
+      const int32_t id = trie_->id(node);
+      if (id < 0) continue;
+      const Model::Piece& piece = model_.pieces[static_cast<size_t>(id)];
+      if (piece.type == Model::kUnused) continue;
+      has_character = has_character || end == after;
+      // A user-defined symbol always beats what else could stand there.
+      const float score =
+          piece.type == Model::kUserDefined
+              ? static_cast<float>(static_cast<float>(end - begin) * highest_score_ - 0.1)
+              : piece.score;
+      offer(begin, end, id, score);
+    }
+    if (!has_character) offer(begin, after, unknown_, lowest_score_ - kUnknownPenalty);
+    begin = after;
+  }
+  std::vector<std::pair<size_t, size_t>> path;
+  for (size_t end = normalized.size(); end > 0; end = ends[end].begin)
+    path.emplace_back(ends[end].begin, end);
+  std::vector<int32_t> ids;
+  bool unknown_before = false;
+  for (size_t i = path.size(); i-- > 0;) {
+    const auto [begin, end] = path[i];
+    const int32_t id = ends[end].id;
+    if (id == unknown_) {
+      append_unknown(normalized.substr(begin, end - begin), unknown_before, &ids);
+    } else {
+      ids.push_back(id);
+    }
+    unknown_before = id == unknown_;
+  }
   return ids;
 }
 
@@ -371,14 +579,17 @@ std::vector<int32_t> SentencePieceTokenizer::encode(std::string_view text, size_
     throw std::invalid_argument("tokenizer: the text is not UTF-8 at byte " +
                                 std::to_string(invalid));
   }
-  if (merges_) return encode_bpe(text, limit);
-  std::vector<int> ids;
-  if (const auto status = library_.Encode(absl::string_view(text.data(), text.size()), &ids);
-      !status.ok()) {
+  std::vector<int32_t> ids;
+  if (merges_) {
+    ids = encode_bpe(normalize(text), limit);
+  } else if (trie_) {
+    ids = encode_unigram(normalize(text));
+  } else if (const auto status = library_.Encode(absl::string_view(text.data(), text.size()), &ids);
+             !status.ok()) {
     throw std::runtime_error("sentencepiece: " + status.ToString());
   }
   if (ids.size() > limit) ids.resize(limit);
-  return {ids.begin(), ids.end()};
+  return ids;
 }
 
 }  // namespace

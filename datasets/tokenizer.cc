@@ -166,7 +166,9 @@ std::string StreamingDecoder::push(int32_t id) {
     return out;
   }
   settle(true, &out);
-  if (piece.kind == TokenPiece::Kind::kText) put(piece.bytes, true, &out);
+  if (piece.kind != TokenPiece::Kind::kControl) {
+    put(piece.bytes, piece.kind == TokenPiece::Kind::kText, &out);
+  }
   return out;
 }
 

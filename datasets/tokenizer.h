@@ -38,6 +38,7 @@ struct DecodeRules {
 struct TokenPiece {
   enum class Kind {
     kText,     // `bytes` is UTF-8 (any bytes under Bytes::kStream)
+    kUnknown,  // the same, and keeps its leading space
     kByte,     // `bytes` is one byte of a run
     kControl,  // a token without text; ends a run of bytes
     kAbsent,   // the id has no token
