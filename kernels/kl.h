@@ -7,8 +7,8 @@
 
 namespace replayeval {
 
-/// What one pass over a row of logits gives. log_sum_exp is FP64 (relative error of its sum below
-/// 1e-14).
+/// What one pass over a row of logits gives. log_sum_exp is FP64: its sum of exponentials
+/// has a relative error below (vocab / 16 + 16) 2^-53.
 struct LogitSummary {
   double log_sum_exp = 0;  // NaN when not valid()
   float max = 0;           // NaN when the row has one
@@ -27,10 +27,11 @@ void summarize_logits(const float* logits, int64_t stride, int64_t rows, int64_t
 /// kl[i] = sum_v p(v) ln(p(v) / q(v)), p = softmax of reference row i, q of candidate row i, in
 /// nats, as
 ///   sum_v p (e^-d + d - 1),   d = (r - c) - (lse_r - lse_c) in FP64,
-/// whose terms are never negative (their sum is the same since p and q both sum to 1). So kl >= 0,
-/// exactly 0 for bit-equal rows, and an error of lse enters squared: values of 1e-13 are meaningful
-/// at any vocabulary. Terms FP32 (relative error below 2^-22 (2 + |ln p|)), sum FP64 in a fixed
-/// order. NaN when either row is not valid(); +inf when q(v) = 0 < p(v).
+/// whose terms are never negative (the sum is the same, since p and q both sum to 1). So kl >= 0,
+/// it is exactly 0 for bit-equal rows, and an error of a log-sum-exp enters squared: 1e-13 is
+/// meaningful at any vocabulary. Terms are FP32, with relative error below 2^-21 (8 + |ln p| + |ln
+/// q|) where p and q are at least 2^-126 (0 stands for less); their sum is FP64 in a fixed order.
+/// NaN when either row is not valid(); +inf when q(v) = 0 < p(v).
 void kl_divergence(const float* reference, int64_t reference_stride,
                    const LogitSummary* reference_summary, const float* candidate,
                    int64_t candidate_stride, const LogitSummary* candidate_summary, int64_t rows,
