@@ -248,8 +248,8 @@ REPLAYEVAL_INLINE Lanes sum_lanes(const Lanes* v) {
 }
 
 /// 2^x. With x = n + f, n the nearest integer: 2^n times the series sum_k (f ln 2)^k / k! up to k
-/// = 7. Exact for integral x; relative error below 1.0e-7 (0.84 ulp seen) where the result is
-/// normal; x < -160 gives 0, x > 160 infinity, NaN stays.
+/// = 7. Exact for integral x; relative error below 1.0e-7 (seen: 7.3e-8 with FMA, 9.6e-8 without)
+/// where the result is normal; x < -160 gives 0, x > 160 infinity, NaN stays.
 REPLAYEVAL_INLINE Lanes exp2_lanes(Lanes x) {
   x = clamp(x, -160.0f, 160.0f);
   const Lanes n = round_even(x);
