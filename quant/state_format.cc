@@ -141,7 +141,7 @@ int integer_bits(int lowest, int highest) {
   return bits;
 }
 
-void finish_element(FormatDescriptor* d, const std::string& place) {
+void finish_element(FormatDescriptor* d, const PlaceOfKey& place) {
   switch (d->element) {
     case ElementKind::fp32:
       d->code_bits = 32;
@@ -150,13 +150,14 @@ void finish_element(FormatDescriptor* d, const std::string& place) {
       d->clip_low = -std::numeric_limits<float>::infinity();
       d->clip_high = std::numeric_limits<float>::infinity();
       if (d->scaled() || d->hadamard != Axis::none)
-        refuse(place, "fp32 elements take no scale and no transform");
+        refuse(place("element"), "fp32 elements take no scale and no transform");
       return;
     case ElementKind::floating:
       d->code_bits = d->number.bits();
       if (d->random_bits == 0) d->random_bits = d->number.random_bits;
       if (d->random_bits < 1 || d->random_bits > 24) {
-        refuse(place, "random_bits is " + std::to_string(d->random_bits) + ", expected 1 to 24");
+        refuse(place("element"),
+               "random_bits is " + std::to_string(d->random_bits) + ", expected 1 to 24");
       }
       d->clip_high = decode_float(d->number, d->number.max_code);
       d->clip_low = d->number.has_sign ? -d->clip_high : 0.0f;
@@ -164,8 +165,9 @@ void finish_element(FormatDescriptor* d, const std::string& place) {
     case ElementKind::integer:
       if (d->lowest > d->highest || d->lowest < -32768 || d->highest > 65535 ||
           (d->lowest < 0 && d->highest > 32767) || (d->lowest == 0 && d->highest == 0)) {
-        refuse(place, "integers from " + std::to_string(d->lowest) + " to " +
-                          std::to_string(d->highest) + " do not fit 16 bits or are empty");
+        refuse(place("element"), "integers from " + std::to_string(d->lowest) + " to " +
+                                     std::to_string(d->highest) +
+                                     " do not fit 16 bits or are empty");
       }
       d->code_bits = integer_bits(d->lowest, d->highest);
       d->random_bits = 24;
@@ -180,64 +182,67 @@ void finish_element(FormatDescriptor* d, const std::string& place) {
       break;
   }
   d->element_max = larger(magnitude(d->clip_low), magnitude(d->clip_high));
-  if (!(d->element_max > 0)) refuse(place, "the element has no value but zero");
+  if (!(d->element_max > 0)) refuse(place("element"), "the element has no value but zero");
 }
 
 /// 2^floor(log2 x).
 float power_below(float x) { return bits_float(float_bits(x) & 0x7F800000u); }
 
-void finish_scales(FormatDescriptor* d, bool default_divisor, const std::string& place) {
+void finish_scales(FormatDescriptor* d, bool default_divisor, const PlaceOfKey& place) {
   bool blocks = d->block_scale != BlockScale::none;
   bool measured = blocks || (d->span != Span::none && d->span != Span::fixed);
   if (blocks && (d->block_rows < 0 || d->block_columns < 0))
-    refuse(place, "a block has a negative side");
-  if (!default_divisor && !measured) refuse(place, "divisor needs a measured scale");
+    refuse(place("scale"), "a block has a negative side");
+  if (!default_divisor && !measured) refuse(place("divisor"), "divisor needs a measured scale");
   if (default_divisor) {
     bool floor_scale =
         d->block_scale == BlockScale::e8m0 && d->scale_rounding == ScaleRounding::down;
     d->divisor = floor_scale ? power_below(d->element_max) : d->element_max;
   }
   if (!(d->divisor > 0) || !(d->divisor <= kFloatMax))
-    refuse(place, "divisor is not a positive finite number");
+    refuse(place("divisor"), "divisor is not a positive finite number");
   if (d->block_scale == BlockScale::floating) {
     float largest = decode_float(d->scale_number, d->scale_number.max_code);
     if (d->scale_max == 0) d->scale_max = largest;
     if (!(d->scale_max > 0) || d->scale_max > largest) {
-      refuse(place, "scale maximum " + number_text(d->scale_max) + " is beyond the largest value " +
-                        number_text(largest) + " of the block scale");
+      refuse(place("scale"), "scale maximum " + number_text(d->scale_max) +
+                                 " is beyond the largest value " + number_text(largest) +
+                                 " of the block scale");
     }
   } else {
     d->scale_max = d->scale_max == 0 ? 1.0f : d->scale_max;
     d->order = ScaleOrder::vllm;
   }
   if (d->span != Span::none && !(d->scale_max * d->divisor <= kFloatMax))
-    refuse(place, "divisor times the largest block scale overflows FP32");
+    refuse(place("divisor"), "divisor times the largest block scale overflows FP32");
   if (d->block_scale == BlockScale::fp32 && d->span != Span::none) {
-    refuse(place, "an FP32 block scale under an outer FP32 scale; drop one of them");
+    refuse(place("outer"), "an FP32 block scale under an outer FP32 scale; drop one of them");
   }
   if (d->block_scale == BlockScale::fp32 || !blocks) d->scale_rounding = ScaleRounding::nearest;
   if (blocks && d->span == Span::row && d->block_rows != 1) {
-    refuse(place, "an outer scale a row needs blocks of one row, got " +
-                      (d->block_rows == 0 ? std::string("all") : std::to_string(d->block_rows)));
+    refuse(place("outer"),
+           "an outer scale a row needs blocks of one row, got " +
+               (d->block_rows == 0 ? std::string("all") : std::to_string(d->block_rows)));
   }
   if (!blocks) {
     d->block_rows = 0;
     d->block_columns = 0;
   }
   if (d->candidate_count < 1 || d->candidate_count > kMaxCandidates) {
-    refuse(place, std::to_string(d->candidate_count) + " candidates, expected 1 to " +
-                      std::to_string(kMaxCandidates));
+    refuse(place("candidates"), std::to_string(d->candidate_count) + " candidates, expected 1 to " +
+                                    std::to_string(kMaxCandidates));
   }
   if (d->candidate_count == 1) d->choose = Choose::mae;
   for (int k = 0; k < d->candidate_count; ++k) {
     if (!(d->candidates[k] > 0) || !(d->candidates[k] <= 1024)) {
-      refuse(place, "candidate " + number_text(d->candidates[k]) + " is not in (0, 1024]");
+      refuse(place("candidates"),
+             "candidate " + number_text(d->candidates[k]) + " is not in (0, 1024]");
     }
   }
   bool plain_candidate = d->candidate_count == 1 && d->candidates[0] == 1.0f;
-  if (!plain_candidate && !blocks) refuse(place, "candidates need a block scale");
+  if (!plain_candidate && !blocks) refuse(place("candidates"), "candidates need a block scale");
   if (d->zero_point != ZeroPoint::none && !blocks) {
-    refuse(place, "a zero point needs a block scale (a block may be a whole row)");
+    refuse(place("zero_point"), "a zero point needs a block scale (a block may be a whole row)");
   }
   if (d->zero_point == ZeroPoint::none) {
     d->zero_point_fp32 = true;
@@ -245,12 +250,13 @@ void finish_scales(FormatDescriptor* d, bool default_divisor, const std::string&
   }
   if (d->span == Span::layer &&
       (d->zero_point != ZeroPoint::none || d->column_scale || d->hadamard != Axis::none)) {
-    refuse(place,
+    refuse(place("outer"),
            "span layer does not go with a zero point, a column scale or a transform: its maximum "
            "is taken from the "
            "untransformed states of all heads");
   }
-  if (!d->saturate && d->scaled()) refuse(place, "overflow to infinity needs an unscaled format");
+  if (!d->saturate && d->scaled())
+    refuse(place("element"), "overflow to infinity needs an unscaled format");
   if (d->scaled()) {
     float margin = d->element_max * 0x1p-20f;
     d->clip_low -= margin;
@@ -309,25 +315,27 @@ std::string side_text(int side) { return side == 0 ? "all" : std::to_string(side
 
 }  // namespace
 
-ValueList make_value_list(const std::vector<float>& values, const std::string& place) {
-  if (values.empty()) refuse(place, "the list of values is empty");
+ValueList make_value_list(const std::vector<float>& values,
+                          const std::function<std::string(size_t)>& place) {
+  if (values.empty()) refuse(place(0), "the list of values is empty");
   if (values.size() > kMaxValues) {
-    refuse(place, "the list has " + std::to_string(values.size()) + " values, at most " +
-                      std::to_string(kMaxValues) + " are possible");
+    refuse(place(kMaxValues), "the list has " + std::to_string(values.size()) +
+                                  " values, at most " + std::to_string(kMaxValues) +
+                                  " are possible");
   }
   ValueList list;
   list.count = static_cast<int>(values.size());
   for (size_t i = 0; i < values.size(); ++i) {
     std::string position = "value " + std::to_string(i + 1) + " of the list";
     if (!std::isfinite(values[i]) || magnitude(values[i]) > kFloatMax / 4) {
-      refuse(place, position + " is " + number_text(values[i]) +
-                        "; values must be finite, of magnitude below 8.5e37");
+      refuse(place(i), position + " is " + number_text(values[i]) +
+                           "; values must be finite, of magnitude below 8.5e37");
     }
     if (i > 0 && values[i] == values[i - 1])
-      refuse(place, position + " repeats " + number_text(values[i]));
+      refuse(place(i), position + " repeats " + number_text(values[i]));
     if (i > 0 && values[i] < values[i - 1]) {
-      refuse(place, position + " is " + number_text(values[i]) + " after " +
-                        number_text(values[i - 1]) + "; values must ascend");
+      refuse(place(i), position + " is " + number_text(values[i]) + " after " +
+                           number_text(values[i - 1]) + "; values must ascend");
     }
     list.values[i] = values[i];
   }
@@ -361,14 +369,14 @@ ValueList make_value_list(const std::vector<float>& values, const std::string& p
   return list;
 }
 
-void finish_format(StateFormat* format, const std::string& place) {
+void finish_format(StateFormat* format, const PlaceOfKey& place) {
   if (format->library) return;
   FormatDescriptor* d = &format->descriptor;
   finish_element(d, place);
   if (d->element != ElementKind::fp32) finish_scales(d, format->default_divisor, place);
   if (d->hadamard_size < 0 || (d->hadamard_size & (d->hadamard_size - 1)) != 0 ||
       d->hadamard_size == 1) {
-    refuse(place,
+    refuse(place("transform"),
            "the Hadamard transform needs a power of two, got " + std::to_string(d->hadamard_size));
   }
   if (format->residual) {
@@ -376,15 +384,19 @@ void finish_format(StateFormat* format, const std::string& place) {
     if (r.residual || r.library || r.descriptor.span == Span::fixed ||
         r.descriptor.span == Span::layer) {
       refuse(
-          place,
+          place("residual"),
           "the residual format '" + r.name +
               "' may not have a residual, a library, fixed scales or a scale a layer of its own");
     }
     if (d->span == Span::layer)
-      refuse(place,
+      refuse(place("residual"),
              "span layer does not go with a residual: its maximum is taken before the residual is "
              "added");
   }
+}
+
+void finish_format(StateFormat* format, const std::string& place) {
+  finish_format(format, [&](const char*) { return place; });
 }
 
 FormatPointer find_format(std::string_view name) {
@@ -543,7 +555,8 @@ std::string definition(const StateFormat& format) {
 std::string definition_hash(const StateFormat& format) { return sha256_hex(definition(format)); }
 
 void check_shape(const StateFormat& format, StateShape shape) {
-  std::string where = format.name + ": state [" + std::to_string(shape.head_dim) + ", " +
+  std::string where = (format.place.empty() ? "" : format.place + ": ") + format.name +
+                      ": state [" + std::to_string(shape.head_dim) + ", " +
                       std::to_string(shape.state_dim) + "]";
   if (shape.head_dim < 1 || shape.state_dim < 1)
     throw std::invalid_argument(where + ": both sides must be positive");

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -92,6 +93,7 @@ class CodecLibrary;
 /// that format and added before the next.
 struct StateFormat {
   std::string name;
+  std::string place;  // file and line of the block's sides, for messages; empty for a built-in
   FormatDescriptor descriptor;
   bool default_divisor = true;           // finish_format derives descriptor.divisor from the rest
   std::vector<FixedScale> fixed_scales;  // sorted by (layer, head)
@@ -150,12 +152,18 @@ void check_shape(const StateFormat& format, StateShape shape);
 /// Throws std::invalid_argument when a fixed scale is missing for one of the heads of the layer.
 void check_fixed_scales(const StateFormat& format, int layer, int first_head, int heads);
 
+/// Begins a message about a key of a format file (element, scale, outer, divisor, candidates,
+/// zero_point, transform, residual).
+using PlaceOfKey = std::function<std::string(const char* key)>;
+
 /// Fills in what follows from the rest (bits, maxima, default divisor, thresholds) and checks it.
-/// `place` begins error messages. Throws std::invalid_argument.
+/// Throws std::invalid_argument.
+void finish_format(StateFormat* format, const PlaceOfKey& place);
 void finish_format(StateFormat* format, const std::string& place);
 
-/// Fills a value list and its thresholds. Throws std::invalid_argument: empty, more than 256, not
-/// ascending, duplicate, not finite.
-ValueList make_value_list(const std::vector<float>& values, const std::string& place);
+/// Fills a value list and its thresholds; `place(i)` begins the message about value i. Throws
+/// std::invalid_argument: empty, more than 256, not ascending, duplicate, not finite.
+ValueList make_value_list(const std::vector<float>& values,
+                          const std::function<std::string(size_t)>& place);
 
 }  // namespace replayeval

@@ -85,7 +85,7 @@ std::vector<std::shared_ptr<const StateFormat>> all_formats() {
     std::sort(values.begin(), values.end());
     FormatDescriptor d;
     d.element = ElementKind::values;
-    d.list = make_value_list(values, "test");
+    d.list = make_value_list(values, [](size_t) { return std::string("test"); });
     list.push_back(variant("values " + std::to_string(count), d));
     d.span = Span::row;
     list.push_back(variant("row values " + std::to_string(count), d));
