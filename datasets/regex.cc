@@ -20,7 +20,8 @@ std::string pcre2_message(int error) {
 template <class T>
 using Handle = std::unique_ptr<T, void (*)(T*)>;
 
-constexpr char kWord[] = "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}";
+// Oniguruma's word characters; its Latin-1 table has the superscripts and fractions as well.
+constexpr char kWord[] = "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}";
 constexpr char kHex[] = "0-9A-Fa-f";
 
 }  // namespace

@@ -34,7 +34,7 @@ struct Document {
   uint32_t stream = 0;          // stream_of(id): base/hash.h
   std::vector<int32_t> tokens;  // bos, text, eos; bos and eos where the tokenizer has one, eos only
                                 // at the end of a whole text
-  bool complete = false;        // the text fits in the budget as a whole
+  bool complete = false;        // nothing was cut off
 };
 
 /// A document shorter than the budget.
@@ -64,18 +64,13 @@ struct DocumentEntry {
   std::filesystem::path path;
 };
 
-/// The documents of a source in order, with existing files only (a PG-19 folder may hold a part of
-/// the split), before `documents` and `ids` choose among them. Reads no text: for --dry-run. Throws
+/// The documents of a source in order: those that exist (a PG-19 folder may hold a part of
+/// the split) and that `ids` names, if it does. Reads no text: for --dry-run. Throws
 /// as load_documents.
 std::vector<DocumentEntry> list_documents(const DataSource& source);
 
 /// A text file as UTF-8 with LF line ends; a leading byte order mark is dropped. Throws
 /// std::runtime_error when it cannot be read, is empty, or is not UTF-8 (naming the byte offset).
 std::string read_text(const std::filesystem::path& path);
-
-/// Rows of a CSV text (RFC 4180: quoted fields may hold commas, line ends and doubled quotes; LF or
-/// CRLF between rows). `name` is for messages. Throws std::runtime_error naming the row and line
-/// for a quote that does not close or stands inside an unquoted field's end.
-std::vector<std::vector<std::string>> parse_csv(std::string_view text, const std::string& name);
 
 }  // namespace replayeval

@@ -1,0 +1,17 @@
+// PG-19 (Rae et al. 2019, github.com/deepmind/pg19) in its on-disk layout.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "datasets/token_stream.h"
+
+namespace replayeval {
+
+/// Books of a split that metadata.csv lists and that exist as <folder>/<split>/<id>.txt, in the
+/// order of metadata.csv. Throws std::runtime_error saying what is looked for and where PG-19 is
+/// published when there are none.
+std::vector<DocumentEntry> list_pg19(const std::filesystem::path& folder, const std::string& split);
+
+}  // namespace replayeval
