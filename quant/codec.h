@@ -54,6 +54,7 @@ REPLAYEVAL_HD constexpr Split split(const FloatFormat& f, uint32_t bits) {
     }
   }
   int lowest = 128 - f.bias;
+  if (significand == 0) exponent = lowest;
   int above = exponent - lowest;
   int below = above < 0 ? -above : 0;
   above = above > 0 ? above : 0;
@@ -86,7 +87,7 @@ REPLAYEVAL_HD constexpr uint32_t encode_float(const FloatFormat& f, float x, boo
                   ? s.shift
                   : 26;  // 25 and more discard everything: below half of the smallest value
   uint32_t kept = s.significand >> shift;
-  uint32_t half = (1u << shift >> 1) - 1u + (kept & 1u);
+  uint32_t half = (1u << shift >> 1) - 1u + ((s.base + kept) & 1u);
   return codec_detail::finish(f, x, s.base + ((s.significand + half) >> shift), saturate);
 }
 

@@ -203,7 +203,7 @@ void decode_plain(const StateFormat& format, StateShape shape, const std::byte* 
 
 bool fast_float(const FloatFormat& f, int random_bits) {
   bool decodes = f.exponent_bits == 8 ? f.bias == 127 : f.bias + f.mantissa_bits <= 126;
-  return decodes && f.bias <= 127 && random_bits + f.mantissa_bits + 1 <= 31;
+  return decodes && f.bias <= 127 && f.mantissa_bits > 0 && random_bits + f.mantissa_bits + 1 <= 31;
 }
 
 }  // namespace
