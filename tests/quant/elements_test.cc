@@ -154,9 +154,10 @@ TEST_CASE("ties go to the even code and their FP32 neighbours to the nearer valu
         expect(x, table[i + (tie_goes_up(d, table, i) ? 1 : 0)].first);
       }
     }
-    CHECK(ties + 1 + (name == "e5m2 bias 140" ? 40u : 0u) + (name == "logarithmic" ? 100u : 0u) +
-              3 >=
-          table.size());
+    // FP32 holds every midpoint of formats of at most 16 bits within its normal range.
+    bool all_ties = d.element == ElementKind::integer ||
+                    (d.element == ElementKind::floating && d.number.bias <= 127);
+    if (all_ties) CHECK(ties == table.size() - 1);
     // Past the ends: saturation. NaN: a NaN, or where there is none the largest float, or the code
     // nearest to 0.
     CHECK(decode_element(d, encode_element(d, kInfinity, false, 0)) == table.back().first);

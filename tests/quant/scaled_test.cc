@@ -121,7 +121,7 @@ TEST_CASE("NVFP4 and 4over6 equal the published implementations") {
       }
     }
   }
-  CHECK(compared > 60);
+  CHECK(compared > 30);
 }
 
 TEST_CASE("row-scaled formats equal FlashInfer's") {
