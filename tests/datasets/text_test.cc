@@ -168,7 +168,7 @@ std::vector<std::string> words(const Json& config, const std::string& text) {
   return found;
 }
 
-// Answers by the tokenizers library (0.22).
+// Answers by the tokenizers library (0.23).
 TEST_CASE("split behaviours") {
   using Words = std::vector<std::string>;
   const std::string text = "the--final-count";

@@ -172,7 +172,7 @@ TEST_CASE("check_tokenizer names the earliest mismatch") {
 }
 
 // The ids of the first group follow from the table by hand; all were also given by the tokenizers
-// library (0.22).
+// library (0.23).
 TEST_CASE("a small tokenizer.json") {
   TemporaryFolder folder;
   const auto tokenizer = load_json(folder, small_tokenizer());
