@@ -15,32 +15,33 @@ void require_divides(const Config& config, std::string_view field, int64_t part,
                               std::to_string(whole) + "), got " + std::to_string(part));
 }
 
-std::vector<LayerKind> layer_kinds(const Config& config, const std::string& field) {
+std::vector<LayerKind> layer_kinds(const Config& config, const std::string& field,
+                                   bool mixers_only) {
   std::vector<LayerKind> kinds;
   for (const std::string& name : config.texts(field)) {
     if (name == "linear_attention" || name == "mamba") {
       kinds.push_back(LayerKind::recurrent);
     } else if (name == "full_attention" || name == "attention") {
       kinds.push_back(LayerKind::attention);
-    } else if (name == "mlp") {
+    } else if (name == "mlp" && !mixers_only) {
       kinds.push_back(LayerKind::mlp);
-    } else if (name == "moe") {
+    } else if (name == "moe" && !mixers_only) {
       kinds.push_back(LayerKind::moe);
     } else {
       throw std::invalid_argument(
           config.file() + ": " + field +
-          ": expected linear_attention (mamba), full_attention (attention), mlp or moe, got \"" +
-          name + "\"");
+          ": expected linear_attention (mamba) and full_attention (attention)" +
+          (mixers_only ? "" : ", mlp, moe") + ", got \"" + name + "\"");
     }
   }
   if (kinds.empty()) config.fail(field, "at least one layer");
   return kinds;
 }
 
-std::optional<std::vector<LayerKind>> listed_layer_kinds(const Config& config) {
+std::optional<std::vector<LayerKind>> listed_mixers(const Config& config) {
   for (const char* field : {"layer_types", "layers_block_type"}) {
     if (!config.has(field)) continue;
-    std::vector<LayerKind> kinds = layer_kinds(config, field);
+    std::vector<LayerKind> kinds = layer_kinds(config, field, true);
     const int layers = config.size("num_hidden_layers");
     if (static_cast<int>(kinds.size()) != layers) {
       throw std::invalid_argument(config.file() + ": " + field + ": expected num_hidden_layers (" +

@@ -31,12 +31,13 @@ enum class LayerKind : uint8_t { recurrent, attention, mlp, moe };
 void require_divides(const Config& config, std::string_view field, int64_t part,
                      std::string_view whole_field, int64_t whole);
 
-/// Kinds from a list of names ("linear_attention" or "mamba", "full_attention" or "attention",
-/// "mlp", "moe") at `field`.
-std::vector<LayerKind> layer_kinds(const Config& config, const std::string& field);
-/// The first of `layer_types` and `layers_block_type` that the config has, checked against
-/// num_hidden_layers; nothing without either.
-std::optional<std::vector<LayerKind>> listed_layer_kinds(const Config& config);
+/// Kinds from a list of names at `field`: "linear_attention" or "mamba", "full_attention" or
+/// "attention"; unless `mixers_only` also "mlp" and "moe".
+std::vector<LayerKind> layer_kinds(const Config& config, const std::string& field,
+                                   bool mixers_only);
+/// The mixers of the layers from the first of `layer_types` and `layers_block_type` that the config
+/// has, one for each of num_hidden_layers; nothing without either.
+std::optional<std::vector<LayerKind>> listed_mixers(const Config& config);
 
 /// vocab_size, hidden_size, embedding (first of the names), lm_head, max_position_embeddings,
 /// notes. A matrix of another size is reported with the config's field. `layers` is the number of

@@ -43,7 +43,7 @@ ModelSpec build_granite_hybrid(const Checkpoint& checkpoint) {
   const int layers = config.size("num_hidden_layers");
   ModelSpec model =
       start_model(checkpoint, "granitemoehybrid", prefix + "embed_tokens.weight", prefix, layers);
-  const std::vector<LayerKind> kinds = listed_layer_kinds(config).value_or(
+  const std::vector<LayerKind> kinds = listed_mixers(config).value_or(
       std::vector<LayerKind>(static_cast<size_t>(layers), LayerKind::recurrent));
   const double eps = config.number("rms_norm_eps", 1e-6);
   model.embedding_multiplier = static_cast<float>(config.number("embedding_multiplier", 1.0));
@@ -68,18 +68,13 @@ ModelSpec build_granite_hybrid(const Checkpoint& checkpoint) {
     Block mixer;
     mixer.layer = i;
     mixer.norm = read_norm(checkpoint, layer + "input_layernorm", model.hidden, eps);
-    switch (kinds[static_cast<size_t>(i)]) {
-      case LayerKind::recurrent:
-        mixer.branches.push_back(
-            {read_mamba2(checkpoint, layer + "mamba.", model.hidden, sizes), 1.0f, residual});
-        break;
-      case LayerKind::attention:
-        mixer.branches.push_back(
-            {read_attention(checkpoint, layer + "self_attn.", model.hidden, attention), 1.0f,
-             residual});
-        break;
-      default:
-        config.fail("layer_types", "only linear_attention (mamba) and full_attention (attention)");
+    if (kinds[static_cast<size_t>(i)] == LayerKind::recurrent) {
+      mixer.branches.push_back(
+          {read_mamba2(checkpoint, layer + "mamba.", model.hidden, sizes), 1.0f, residual});
+    } else {
+      mixer.branches.push_back(
+          {read_attention(checkpoint, layer + "self_attn.", model.hidden, attention), 1.0f,
+           residual});
     }
     Block mlp;
     mlp.layer = i;

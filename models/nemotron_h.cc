@@ -15,7 +15,7 @@ std::vector<LayerKind> read_layers(const Config& config) {
   std::optional<std::vector<LayerKind>> listed, pattern;
   const std::string list_field =
       config.has("layers_block_type") ? "layers_block_type" : "layer_types";
-  if (config.has(list_field)) listed = layer_kinds(config, list_field);
+  if (config.has(list_field)) listed = layer_kinds(config, list_field, false);
   if (config.has(pattern_field)) {
     pattern.emplace();
     for (const char c : config.text(pattern_field)) {

@@ -62,7 +62,7 @@ MoeSpec read_moe(const Checkpoint& checkpoint, const std::string& prefix, int hi
 }
 
 std::vector<LayerKind> read_layers(const Config& config, int layers) {
-  if (std::optional<std::vector<LayerKind>> listed = listed_layer_kinds(config)) return *listed;
+  if (std::optional<std::vector<LayerKind>> listed = listed_mixers(config)) return *listed;
   const int interval = config.size("full_attention_interval", 4);
   std::vector<LayerKind> kinds;
   for (int i = 0; i < layers; ++i) {
@@ -95,17 +95,12 @@ ModelSpec build_qwen(const Checkpoint& checkpoint, const QwenForm& form) {
     Block mixer;
     mixer.layer = i;
     mixer.norm = read_norm(checkpoint, layer + "input_layernorm", model.hidden, eps, true);
-    switch (kinds[static_cast<size_t>(i)]) {
-      case LayerKind::recurrent:
-        mixer.branches.push_back(
-            {read_gdn(checkpoint, layer + "linear_attn.", model.hidden, eps, form)});
-        break;
-      case LayerKind::attention:
-        mixer.branches.push_back(
-            {read_attention(checkpoint, layer + "self_attn.", model.hidden, attention)});
-        break;
-      default:
-        config.fail("layer_types", "only linear_attention and full_attention");
+    if (kinds[static_cast<size_t>(i)] == LayerKind::recurrent) {
+      mixer.branches.push_back(
+          {read_gdn(checkpoint, layer + "linear_attn.", model.hidden, eps, form)});
+    } else {
+      mixer.branches.push_back(
+          {read_attention(checkpoint, layer + "self_attn.", model.hidden, attention)});
     }
     Block mlp;
     mlp.layer = i;
