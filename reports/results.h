@@ -114,6 +114,34 @@ struct KlSpan {
   int64_t count() const { return static_cast<int64_t>(tokens.size()); }
 };
 
+/// A graded question. `grading` names the rule that decides; `options` is the number of choices, 0
+/// for a free answer; `option_order` holds the data set's indices in the order shown.
+struct ItemInfo {
+  std::string id;
+  std::string task;
+  std::string category;
+  int level = 0;  // 0: none
+  std::string gold;
+  int options = 0;
+  std::vector<int32_t> option_order;
+  std::string prompt_sha256;
+  std::string grading;
+};
+
+/// One answer of one state.
+struct Answer {
+  int32_t item = 0;    // index into Report::items
+  int32_t repeat = 0;  // 0 .. repeats - 1
+  std::string text;
+  int64_t tokens = 0;
+  std::string finish_reason;  // stop | length
+  std::string extracted;      // empty: no answer found
+  std::string rule;           // which extraction rule matched
+  int stage = 0;              // of that rule
+  bool correct = false;
+  double seconds = 0;
+};
+
 /// One state over one document as it is reported: [0, length) are the positions measured without a
 /// gap from the start; values before `first_position` mean nothing. nll has a value at position t
 /// only when the document has a token t + 1.
@@ -130,6 +158,7 @@ struct StateDocument {
 struct StateReport {
   StateInfo info;
   std::vector<StateDocument> documents;
+  std::vector<Answer> answers = {};
 
   /// Counts of all documents together, [layers].
   std::vector<LayerHealth> health() const;
@@ -143,6 +172,7 @@ struct Report {
   std::vector<std::vector<int32_t>> token_ids;
   std::vector<LayerInfo> layers;
   std::vector<StateReport> states;
+  std::vector<ItemInfo> items;
   std::string path;  // where it was read from, for messages
 
   /// Index of the state called `name`, -1 when there is none.

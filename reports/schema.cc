@@ -162,6 +162,88 @@ void write_state(Hdf5Writer& file, const std::string& group, const Report& repor
   write_errors(file, group, report, state);
 }
 
+void write_items(Hdf5Writer& file, const std::vector<ItemInfo>& items) {
+  if (items.empty()) return;
+  write_column<std::string>(file, "/items/id", items, [](auto& i) { return i.id; });
+  write_column<std::string>(file, "/items/task", items, [](auto& i) { return i.task; });
+  write_column<std::string>(file, "/items/category", items, [](auto& i) { return i.category; });
+  write_column<int32_t>(file, "/items/level", items, [](auto& i) { return i.level; });
+  write_column<std::string>(file, "/items/gold", items, [](auto& i) { return i.gold; });
+  write_column<int32_t>(file, "/items/options", items, [](auto& i) { return i.options; });
+  write_column<std::string>(file, "/items/prompt_sha256", items,
+                            [](auto& i) { return i.prompt_sha256; });
+  write_column<std::string>(file, "/items/grading", items, [](auto& i) { return i.grading; });
+  size_t columns = 0;
+  for (const ItemInfo& item : items) columns = std::max(columns, item.option_order.size());
+  std::vector<int32_t> order;
+  for (const ItemInfo& item : items) {
+    order.insert(order.end(), item.option_order.begin(), item.option_order.end());
+    order.resize(order.size() + columns - item.option_order.size(), -1);
+  }
+  file.dataset<int32_t>("/items/option_order", {dim(items.size()), dim(columns)}, order);
+}
+
+void write_answers(Hdf5Writer& file, const std::string& group, const std::vector<Answer>& answers) {
+  if (answers.empty()) return;
+  write_column<int32_t>(file, group + "/item", answers, [](auto& a) { return a.item; });
+  write_column<int32_t>(file, group + "/repeat", answers, [](auto& a) { return a.repeat; });
+  write_column<std::string>(file, group + "/text", answers, [](auto& a) { return a.text; });
+  write_column<int64_t>(file, group + "/tokens", answers, [](auto& a) { return a.tokens; });
+  write_column<std::string>(file, group + "/finish_reason", answers,
+                            [](auto& a) { return a.finish_reason; });
+  write_column<std::string>(file, group + "/extracted", answers,
+                            [](auto& a) { return a.extracted; });
+  write_column<std::string>(file, group + "/rule", answers, [](auto& a) { return a.rule; });
+  write_column<int32_t>(file, group + "/stage", answers, [](auto& a) { return a.stage; });
+  write_column<uint8_t>(file, group + "/correct", answers,
+                        [](auto& a) { return a.correct ? 1 : 0; });
+  write_column<double>(file, group + "/seconds", answers, [](auto& a) { return a.seconds; });
+}
+
+std::vector<ItemInfo> read_items(const Hdf5Reader& file) {
+  std::vector<ItemInfo> items;
+  if (!file.has("/items")) return items;
+  auto id = file.dataset<std::string>("/items/id");
+  auto task = file.dataset<std::string>("/items/task");
+  auto category = file.dataset<std::string>("/items/category");
+  auto level = file.dataset<int32_t>("/items/level");
+  auto gold = file.dataset<std::string>("/items/gold");
+  auto options = file.dataset<int32_t>("/items/options");
+  auto prompt = file.dataset<std::string>("/items/prompt_sha256");
+  auto grading = file.dataset<std::string>("/items/grading");
+  auto order = file.dataset<int32_t>("/items/option_order");
+  const size_t columns = id.empty() ? 0 : order.size() / id.size();
+  for (size_t i = 0; i < id.size(); ++i) {
+    ItemInfo item{id[i],         task.at(i), category.at(i), level.at(i),  gold.at(i),
+                  options.at(i), {},         prompt.at(i),   grading.at(i)};
+    for (size_t c = 0; c < columns && order[i * columns + c] >= 0; ++c)
+      item.option_order.push_back(order[i * columns + c]);
+    items.push_back(std::move(item));
+  }
+  return items;
+}
+
+std::vector<Answer> read_answers(const Hdf5Reader& file, const std::string& group) {
+  std::vector<Answer> answers;
+  if (!file.has(group)) return answers;
+  auto item = file.dataset<int32_t>(group + "/item");
+  auto repeat = file.dataset<int32_t>(group + "/repeat");
+  auto text = file.dataset<std::string>(group + "/text");
+  auto tokens = file.dataset<int64_t>(group + "/tokens");
+  auto finish = file.dataset<std::string>(group + "/finish_reason");
+  auto extracted = file.dataset<std::string>(group + "/extracted");
+  auto rule = file.dataset<std::string>(group + "/rule");
+  auto stage = file.dataset<int32_t>(group + "/stage");
+  auto correct = file.dataset<uint8_t>(group + "/correct");
+  auto seconds = file.dataset<double>(group + "/seconds");
+  for (size_t i = 0; i < item.size(); ++i) {
+    answers.push_back({item[i], repeat.at(i), text.at(i), tokens.at(i), finish.at(i),
+                       extracted.at(i), rule.at(i), stage.at(i), correct.at(i) != 0,
+                       seconds.at(i)});
+  }
+  return answers;
+}
+
 /// Column 0 of each [state, range] dataset is all positions, the others are the bins.
 void write_summary(Hdf5Writer& file, const Report& report) {
   file.group("/summary");
@@ -314,8 +396,11 @@ void write_report(const Report& report, const std::filesystem::path& path) {
   file.dataset<float>("/layers/mean_decay", {dim(report.layers.size()), heads}, decays);
 
   file.group("/states");
-  for (size_t s = 0; s < report.states.size(); ++s)
+  for (size_t s = 0; s < report.states.size(); ++s) {
     write_state(file, state_group(s), report, report.states[s]);
+    write_answers(file, state_group(s) + "/answers", report.states[s].answers);
+  }
+  write_items(file, report.items);
   write_summary(file, report);
 
   std::vector<std::byte> bytes = file.finish();
@@ -423,8 +508,10 @@ Report read_report(const std::filesystem::path& path) {
       }
       state.documents.push_back(std::move(document));
     }
+    state.answers = read_answers(file, group + "/answers");
     report.states.push_back(std::move(state));
   }
+  report.items = read_items(file);
   return report;
 }
 

@@ -276,23 +276,6 @@ std::vector<KlFigures> figures_over(const std::vector<View>& views, const std::v
   return out;
 }
 
-/// Least-squares slope of ln(mean KL) against ln(middle of the bin).
-double growth_slope(const std::vector<Bin>& bins, std::span<const double> mean_kl) {
-  double n = 0, sx = 0, sy = 0, sxx = 0, sxy = 0;
-  for (size_t i = 0; i < bins.size(); ++i) {
-    if (!(mean_kl[i] > 0)) return kNaN;
-    const double x = std::log(0.5 * static_cast<double>(bins[i].first + bins[i].last));
-    const double y = std::log(mean_kl[i]);
-    n += 1;
-    sx += x;
-    sy += y;
-    sxx += x * x;
-    sxy += x * y;
-  }
-  const double spread = n * sxx - sx * sx;
-  return n < 2 || spread <= 0 ? kNaN : (n * sxy - sx * sy) / spread;
-}
-
 /// Mean KL by bin and growth exponent, of the documents that reach the end of the last bin.
 void add_growth(const std::vector<View>& views, const StatisticsOptions& options,
                 KlStatistics* out) {
@@ -308,11 +291,7 @@ void add_growth(const std::vector<View>& views, const StatisticsOptions& options
   const std::vector<KlFigures> unused(views.size());
   const BlockSums sums = block_sums(views, unused, bins, documents);
   const size_t columns = views.size() * kColumns;
-  // The first bin is no octave; of the others the last four.
-  const size_t first =
-      std::max<size_t>(1, bins.size() > kGrowthBins ? bins.size() - kGrowthBins : 1);
-  const std::vector<Bin> octaves(
-      bins.begin() + static_cast<std::ptrdiff_t>(std::min(first, bins.size())), bins.end());
+  const std::vector<Bin> octaves = growth_bins(bins);
   const size_t width = bins.size() + 1;
   const Evaluate evaluate = [&](std::span<const double> totals, std::span<double> statistics) {
     for (size_t v = 0; v < views.size(); ++v) {
@@ -396,6 +375,27 @@ std::vector<Bin> position_bins(int64_t longest) {
     bins.push_back({std::to_string(last / 1024) + "K", first, std::min(last, longest)});
   }
   return bins;
+}
+
+double growth_slope(const std::vector<Bin>& bins, std::span<const double> mean_kl) {
+  double n = 0, sx = 0, sy = 0, sxx = 0, sxy = 0;
+  for (size_t i = 0; i < bins.size(); ++i) {
+    if (!(mean_kl[i] > 0)) return kNaN;
+    const double x = std::log(0.5 * static_cast<double>(bins[i].first + bins[i].last));
+    const double y = std::log(mean_kl[i]);
+    n += 1;
+    sx += x;
+    sy += y;
+    sxx += x * x;
+    sxy += x * y;
+  }
+  const double spread = n * sxx - sx * sx;
+  return n < 2 || spread <= 0 ? kNaN : (n * sxy - sx * sy) / spread;
+}
+
+std::vector<Bin> growth_bins(const std::vector<Bin>& bins) {
+  const size_t count = std::min(kGrowthBins, bins.empty() ? 0 : bins.size() - 1);
+  return {bins.end() - static_cast<std::ptrdiff_t>(count), bins.end()};
 }
 
 int find_floor(const Report& report) {

@@ -40,6 +40,13 @@ struct Bin {
 /// Bins that cover [0, longest); the last one ends at `longest`.
 std::vector<Bin> position_bins(int64_t longest);
 
+/// The bins that growth is fitted over: the last four, without the first, which is no octave.
+std::vector<Bin> growth_bins(const std::vector<Bin>& bins);
+
+/// Least-squares slope of ln(mean KL) against ln(middle of the bin); NaN for fewer than two bins or
+/// a mean that is not positive.
+double growth_slope(const std::vector<Bin>& bins, std::span<const double> mean_kl);
+
 /// Figures of one state over the positions of a bin (or all). Non-finite values are counted and
 /// never averaged.
 struct KlFigures {

@@ -1,0 +1,892 @@
+#include "reports/compare.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cmath>
+#include <cstdio>
+#include <map>
+#include <set>
+#include <stdexcept>
+
+namespace replayeval {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+template <class... Args>
+std::string format(const char* pattern, Args... args) {
+  char text[256];
+  std::snprintf(text, sizeof text, pattern, args...);
+  return text;
+}
+
+// ---- what must agree ----
+
+/// Collects differences of fields: allowed ones are noted, others thrown.
+class FieldCheck {
+ public:
+  FieldCheck(const Report& base, const Report& candidate, const std::vector<std::string>& allow,
+             std::vector<std::string>* notes)
+      : base_(base.path.empty() ? "base" : base.path),
+        candidate_(candidate.path.empty() ? "candidate" : candidate.path),
+        allow_(allow),
+        notes_(notes) {}
+
+  void equal(const std::string& field, const std::string& base,
+             const std::string& candidate) const {
+    if (base == candidate) return;
+    const std::string what = field + " differs: " + base_ + " has '" + shown(base) + "', " +
+                             candidate_ + " has '" + shown(candidate) + "'";
+    if (std::find(allow_.begin(), allow_.end(), field) == allow_.end()) {
+      throw std::invalid_argument("compare: " + what + "; accept it with --allow " + field);
+    }
+    notes_->push_back(what + " (allowed)");
+  }
+  void mention(const std::string& field, const std::string& base,
+               const std::string& candidate) const {
+    if (base != candidate)
+      notes_->push_back(field + " differs: '" + shown(base) + "' and '" + shown(candidate) + "'");
+  }
+
+ private:
+  static std::string shown(const std::string& value) {
+    return value.size() > 160 ? value.substr(0, 160) + "..." : value;
+  }
+  std::string base_, candidate_;
+  const std::vector<std::string>& allow_;
+  std::vector<std::string>* notes_;
+};
+
+std::string documents_text(const Report& report) {
+  std::string text;
+  for (const DocumentInfo& d : report.documents) text += d.id + ":" + d.sha256.substr(0, 12) + " ";
+  return text;
+}
+
+std::string item_key(const ItemInfo& item) { return item.task + "/" + item.id; }
+
+std::string items_text(const Report& report, const std::string ItemInfo::*member) {
+  std::map<std::string, std::string> sorted;
+  for (const ItemInfo& item : report.items) sorted[item_key(item)] = item.*member;
+  std::string text;
+  for (const auto& [key, value] : sorted) text += key + "=" + value + " ";
+  return text;
+}
+
+/// The first item whose `member` differs, as "key: value" on both sides, so that a message stays
+/// short.
+void check_items(const FieldCheck& check, const std::string& field, const Report& base,
+                 const Report& candidate, std::string ItemInfo::*member) {
+  std::map<std::string, const ItemInfo*> known;
+  for (const ItemInfo& item : base.items) known[item_key(item)] = &item;
+  int64_t count = 0;
+  std::string first_base, first_candidate;
+  for (const ItemInfo& item : candidate.items) {
+    auto found = known.find(item_key(item));
+    if (found == known.end() || found->second->*member == item.*member) continue;
+    if (count++ == 0) {
+      first_base = item_key(item) + ": " + found->second->*member;
+      first_candidate = item_key(item) + ": " + item.*member;
+    }
+  }
+  if (count == 0) return;
+  const std::string more = count > 1 ? " (and " + std::to_string(count - 1) + " more)" : "";
+  check.equal(field, first_base + more, first_candidate + more);
+}
+
+// ---- pairs ----
+
+struct Pair {
+  int base = 0;
+  int candidate = 0;
+  std::string name;  // "a", or "a = b"
+};
+
+int state_or_throw(const Report& report, const std::string& side, const std::string& name) {
+  const int index = report.find_state(name);
+  if (index >= 0) return index;
+  std::string known;
+  for (const StateReport& s : report.states) known += " " + s.info.name;
+  throw std::invalid_argument("compare: the " + side + " run has no state '" + name + "'; it has" +
+                              known);
+}
+
+std::vector<Pair> pair_states(const Report& base, const Report& candidate,
+                              const CompareOptions& options) {
+  std::vector<Pair> pairs;
+  std::set<int> taken;
+  for (const auto& [a, b] : options.pairs) {
+    const int i = state_or_throw(base, "base", a), j = state_or_throw(candidate, "candidate", b);
+    if (!taken.insert(j).second)
+      throw std::invalid_argument("compare: state '" + b + "' is paired twice");
+    pairs.push_back({i, j, a == b ? a : a + " = " + b});
+  }
+  for (size_t j = 0; j < candidate.states.size(); ++j) {
+    const int i = base.find_state(candidate.states[j].info.name);
+    if (i >= 0 && taken.insert(static_cast<int>(j)).second) {
+      pairs.push_back({i, static_cast<int>(j), candidate.states[j].info.name});
+    }
+  }
+  if (pairs.empty())
+    throw std::invalid_argument(
+        "compare: no state of the same name in both runs; name one with --pair A=B");
+  return pairs;
+}
+
+// ---- positions ----
+
+struct Range {
+  int64_t first = 0;
+  int64_t last = 0;  // one after
+};
+
+/// One state of one report over one document of it.
+struct Series {
+  const Report* report;
+  const StateReport* state;
+
+  const StateDocument& document(size_t d) const { return state->documents[d]; }
+};
+
+/// Documents of both, by id: (index in a, index in b).
+std::vector<std::pair<size_t, size_t>> common_documents(const Report& a, const Report& b) {
+  std::vector<std::pair<size_t, size_t>> out;
+  for (size_t i = 0; i < a.documents.size(); ++i) {
+    for (size_t j = 0; j < b.documents.size(); ++j) {
+      if (a.documents[i].id == b.documents[j].id) out.push_back({i, j});
+    }
+  }
+  return out;
+}
+
+int64_t measured(const Series& a, const Series& b, const std::pair<size_t, size_t>& d) {
+  return std::min(a.document(d.first).length, b.document(d.second).length);
+}
+
+int64_t longest(const Series& a, const Series& b,
+                const std::vector<std::pair<size_t, size_t>>& documents) {
+  int64_t length = 0;
+  for (const auto& d : documents) length = std::max(length, measured(a, b, d));
+  return length;
+}
+
+/// "98304-131072", a bin's name, "last", "" for everything. Throws when the range is not measured
+/// to its end in any common document.
+Range resolve_range(const std::string& text, int64_t length, const std::string& limit) {
+  const std::vector<Bin> bins = position_bins(length);
+  auto missing = [&](const std::string& what) {
+    throw std::invalid_argument("gate: limit '" + limit + "': " + what + "; both runs have " +
+                                std::to_string(length) + " positions of a document in common");
+  };
+  if (length == 0) missing("no position was measured in both runs");
+  if (text.empty()) return {0, length};
+  if (text == "last") return {bins.back().first, bins.back().last};
+  for (const Bin& bin : bins) {
+    if (bin.name == text) return {bin.first, bin.last};
+  }
+  long long first = 0, last = 0;
+  char rest = 0;
+  if (std::sscanf(text.c_str(), "%lld-%lld%c", &first, &last, &rest) != 2 || first < 0 ||
+      first >= last) {
+    missing("range '" + text +
+            "' is neither FIRST-LAST nor a bin measured on both sides, nor last");
+  }
+  if (last > length) missing("range '" + text + "' is not measured");
+  return {first, last};
+}
+
+enum Column : size_t {
+  kKlA,
+  kKlB,
+  kKlCount,
+  kNllA,
+  kNllB,
+  kNllCount,
+  kTopA,
+  kTopB,
+  kTopCount,
+  kColumns
+};
+
+struct PairedPositions {
+  BlockSums sums;
+  int64_t positions = 0;
+  int64_t non_finite_a = 0;
+  int64_t non_finite_b = 0;
+};
+
+/// Block sums over positions where both sides have a finite value, cells = ranges. A document
+/// counts when both sides measured the last range to its end.
+PairedPositions paired_positions(const Series& a, const Series& b,
+                                 const std::vector<std::pair<size_t, size_t>>& documents,
+                                 const std::vector<Range>& ranges) {
+  PairedPositions out;
+  out.sums.columns = kColumns;
+  out.sums.cells = static_cast<int>(ranges.size());
+  for (const auto& d : documents) {
+    if (measured(a, b, d) < ranges.back().last) continue;
+    const StateDocument &x = a.document(d.first), &y = b.document(d.second);
+    const std::vector<int32_t>&s = a.report->token_ids[d.first], &t = b.report->token_ids[d.second];
+    const int64_t start = std::max(x.first_position, y.first_position);
+    const int64_t tokens =
+        std::min(a.report->documents[d.first].tokens, b.report->documents[d.second].tokens);
+    std::vector<BlockSums::Cell> cells;
+    for (const Range& range : ranges) {
+      const int64_t begin = std::max(range.first, start);
+      BlockSums::Cell cell;
+      if (begin < range.last) {
+        cell.blocks = std::max<int64_t>(1, block_count(range.last - begin));
+        cell.sums.assign(static_cast<size_t>(cell.blocks) * kColumns, 0.0);
+      }
+      for (int64_t k = 0; k < cell.blocks; ++k) {
+        double* sums = cell.sums.data() + static_cast<size_t>(k) * kColumns;
+        const int64_t first = begin + (range.last - begin) * k / cell.blocks;
+        const int64_t last = begin + (range.last - begin) * (k + 1) / cell.blocks;
+        for (int64_t p = first; p < last; ++p) {
+          const auto i = static_cast<size_t>(p);
+          if (s[i] != t[i]) {
+            throw std::invalid_argument("compare: document " + a.report->documents[d.first].id +
+                                        ": token at position " + std::to_string(p) + " is " +
+                                        std::to_string(s[i]) + " in the base run, " +
+                                        std::to_string(t[i]) + " in the candidate run");
+          }
+          const bool next = p + 1 < tokens;
+          const bool good_a = std::isfinite(x.kl[i]) && (!next || std::isfinite(x.nll[i]));
+          const bool good_b = std::isfinite(y.kl[i]) && (!next || std::isfinite(y.nll[i]));
+          out.non_finite_a += good_a ? 0 : 1;
+          out.non_finite_b += good_b ? 0 : 1;
+          if (!good_a || !good_b) continue;
+          ++out.positions;
+          sums[kKlA] += static_cast<double>(x.kl[i]);
+          sums[kKlB] += static_cast<double>(y.kl[i]);
+          sums[kKlCount] += 1;
+          if (next) {
+            sums[kNllA] += static_cast<double>(x.nll[i]);
+            sums[kNllB] += static_cast<double>(y.nll[i]);
+            sums[kNllCount] += 1;
+          }
+          if (x.top1[i] != kNoTop1 && y.top1[i] != kNoTop1) {
+            sums[kTopA] += x.top1[i];
+            sums[kTopB] += y.top1[i];
+            sums[kTopCount] += 1;
+          }
+        }
+      }
+      cells.push_back(std::move(cell));
+    }
+    out.sums.documents.push_back(std::move(cells));
+  }
+  return out;
+}
+
+/// Value of a metric on side 0 (a) or 1 (b) from totals [cells, kColumns].
+double metric_value(const std::string& metric, const std::vector<Range>& ranges,
+                    std::span<const double> totals, size_t side) {
+  if (metric == "growth") {
+    std::vector<double> means;
+    std::vector<Bin> bins;
+    for (size_t c = 0; c < ranges.size(); ++c) {
+      means.push_back(totals[c * kColumns + kKlA + side] / totals[c * kColumns + kKlCount]);
+      bins.push_back({"", ranges[c].first, ranges[c].last});
+    }
+    return growth_slope(bins, means);
+  }
+  if (metric == "kl.mean") return totals[kKlA + side] / totals[kKlCount];
+  if (metric == "nll.mean") return totals[kNllA + side] / totals[kNllCount];
+  if (metric == "perplexity") return std::exp(totals[kNllA + side] / totals[kNllCount]);
+  return 100 * totals[kTopA + side] / totals[kTopCount];
+}
+
+// ---- answers ----
+
+struct PairedAnswers {
+  BlockSums sums;  // columns: correct of a, correct of b, count; one document an item
+  int64_t items = 0;
+  int64_t lost = 0, gained = 0;  // of answers
+  double chance = 0;             // percent, of items with options
+};
+
+/// Answers of the same item and repeat on both sides. Throws when the task is missing, or answers
+/// of it on either side.
+PairedAnswers paired_answers(const Series& a, const Series& b, const std::string& task,
+                             const std::string& limit) {
+  using Key = std::pair<std::string, int32_t>;
+  auto collect = [&](const Series& side, const std::string& name) {
+    std::map<Key, const Answer*> found;
+    for (const Answer& answer : side.state->answers) {
+      const ItemInfo& item = side.report->items.at(static_cast<size_t>(answer.item));
+      if (task.empty() || item.task == task) found[{item_key(item), answer.repeat}] = &answer;
+    }
+    if (found.empty()) {
+      throw std::invalid_argument("gate: limit '" + limit + "': the " + name +
+                                  " run has no answers of " +
+                                  (task.empty() ? "any task" : "task '" + task + "'") +
+                                  " by state " + side.state->info.name);
+    }
+    return found;
+  };
+  const std::map<Key, const Answer*> base = collect(a, "base"), candidate = collect(b, "candidate");
+  PairedAnswers out;
+  out.sums.columns = 3;
+  out.sums.cells = 1;
+  std::map<std::string, size_t> index;
+  double chance = 0;
+  for (const auto& [key, answer] : base) {
+    auto other = candidate.find(key);
+    if (other == candidate.end()) {
+      throw std::invalid_argument("compare: " + limit + ": the candidate run has no answer to " +
+                                  key.first + ", repeat " + std::to_string(key.second) +
+                                  ", by state " + b.state->info.name);
+    }
+    auto [place, fresh] = index.emplace(key.first, out.sums.documents.size());
+    if (fresh) {
+      out.sums.documents.push_back({{1, {0, 0, 0}}});
+      const int options = a.report->items[static_cast<size_t>(answer->item)].options;
+      chance += options > 0 ? 100.0 / options : 0;
+    }
+    std::vector<double>& sums = out.sums.documents[place->second][0].sums;
+    sums[0] += answer->correct ? 1 : 0;
+    sums[1] += other->second->correct ? 1 : 0;
+    sums[2] += 1;
+    out.lost += answer->correct && !other->second->correct ? 1 : 0;
+    out.gained += !answer->correct && other->second->correct ? 1 : 0;
+  }
+  if (candidate.size() > base.size()) {
+    throw std::invalid_argument("gate: limit '" + limit + "': the candidate run has " +
+                                std::to_string(candidate.size()) + " answers, the base run " +
+                                std::to_string(base.size()));
+  }
+  out.items = static_cast<int64_t>(out.sums.documents.size());
+  out.chance = chance / static_cast<double>(out.items);
+  return out;
+}
+
+// ---- limits ----
+
+/// Loss beyond the bound: positive is worse than allowed. Logarithmic for positive quantities
+/// without an offset.
+double loss_of(const Limit& limit, bool logarithmic, double candidate, double reference) {
+  const double bound = limit.factor == 0 ? limit.offset : limit.factor * reference + limit.offset;
+  const double over = logarithmic ? std::log(candidate) - std::log(bound) : candidate - bound;
+  return limit.at_most ? over : -over;
+}
+
+struct Evidence {
+  BlockSums sums;
+  std::function<std::pair<double, double>(std::span<const double>)> values;  // candidate, reference
+};
+
+/// Fills the statistical part of a result from paired sums.
+void judge(const Gate& gate, const StatisticsOptions& options, const Evidence& evidence,
+           LimitResult* out) {
+  const Limit& limit = out->limit;
+  const std::string& metric = limit.metric.name;
+  const bool pure_factor = limit.factor == 0 || limit.offset == 0;
+  out->logarithmic =
+      pure_factor && (metric == "kl.mean" || metric == "perplexity" || metric == "nll.mean");
+  auto run = [&] {
+    return bootstrap(
+        evidence.sums, 3,
+        [&](std::span<const double> totals, std::span<double> statistics) {
+          const auto [candidate, reference] = evidence.values(totals);
+          statistics[0] = loss_of(limit, out->logarithmic, candidate, reference);
+          statistics[1] = candidate;
+          statistics[2] = reference;
+        },
+        options.seed, options.replicates);
+  };
+  Bootstrap draws = run();
+  auto all_finite = [&] {
+    return std::isfinite(draws.estimate[0]) &&
+           std::all_of(draws.replicates[0].begin(), draws.replicates[0].end(),
+                       [](double v) { return std::isfinite(v); });
+  };
+  if (out->logarithmic && !all_finite()) {
+    out->logarithmic = false;
+    draws = run();
+  }
+  out->loss = draws.estimate[0];
+  out->candidate = draws.estimate[1];
+  out->reference = draws.estimate[2];
+  out->bound = limit.factor == 0 ? limit.offset : limit.factor * out->reference + limit.offset;
+  out->standard_error = standard_error(draws, 0, Scale::linear);
+  if (std::isnan(out->loss)) {
+    out->warnings.push_back("no value: " + metric + " cannot be computed from these positions");
+    return;
+  }
+  if (out->standard_error == 0) {
+    out->p_exceeds = out->loss > 0 ? 0 : 1;
+    out->p_keeps = out->loss > 0 ? 1 : 0;
+    return;
+  }
+  if (std::isnan(out->standard_error)) {
+    out->warnings.push_back("too few blocks of positions for an interval");
+    return;
+  }
+  const double degrees = draws.degrees_of_freedom;
+  out->p_exceeds = student_probability(-out->loss / out->standard_error, degrees);
+  out->p_keeps = student_probability(out->loss / out->standard_error, degrees);
+  const double reach =
+      student_quantile(1 - gate.alpha, degrees) + student_quantile(gate.power, degrees);
+  out->least_detectable = reach * out->standard_error;
+  const double ratio = out->least_detectable / std::fabs(out->loss);
+  out->count_to_decide = std::ceil(static_cast<double>(out->count) * ratio * ratio);
+  if (out->unit == "tokens" && out->documents == 1) {
+    out->warnings.push_back("one document: the error rates do not cover other texts");
+  }
+}
+
+LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& base,
+                           const Report& candidate, const std::vector<Pair>& pairs,
+                           const StatisticsOptions& options) {
+  LimitResult out;
+  out.limit = limit;
+  const int own = state_or_throw(candidate, "candidate", limit.metric.state);
+  Series b{&candidate, &candidate.states[static_cast<size_t>(own)]};
+  Series a = b;  // the reference; a constant is compared with nothing
+  if (limit.against_base) {
+    auto pair =
+        std::find_if(pairs.begin(), pairs.end(), [&](const Pair& p) { return p.candidate == own; });
+    if (pair == pairs.end()) {
+      throw std::invalid_argument("gate: limit '" + limit.text + "': the base run has no state '" +
+                                  limit.metric.state + "'; name its counterpart with --pair A=B");
+    }
+    a = {&base, &base.states[static_cast<size_t>(pair->base)]};
+  } else if (limit.against) {
+    const int other = state_or_throw(candidate, "candidate", limit.against->state);
+    a = {&candidate, &candidate.states[static_cast<size_t>(other)]};
+    if (limit.against->range != limit.metric.range || limit.against->task != limit.metric.task) {
+      throw std::invalid_argument("gate: limit '" + limit.text +
+                                  "': both sides must be of the same range and task");
+    }
+  }
+
+  const std::string& metric = limit.metric.name;
+  Evidence evidence;
+  double lowest = metric == "growth" ? -std::numeric_limits<double>::infinity() : 0;
+  double highest = std::numeric_limits<double>::infinity();
+  if (metric == "top1" || metric == "accuracy") highest = 100;
+  if (metric == "perplexity") lowest = 1;
+  double chance = kNaN;
+  if (metric == "accuracy") {
+    PairedAnswers answers = paired_answers(a, b, limit.metric.task, limit.text);
+    out.unit = "items";
+    out.count = answers.items;
+    chance = answers.chance;
+    evidence.sums = std::move(answers.sums);
+    evidence.values = [](std::span<const double> t) {
+      return std::pair(100 * t[1] / t[2], 100 * t[0] / t[2]);
+    };
+    judge(gate, options, evidence, &out);
+    if (limit.against_base || limit.against) {
+      out.warnings.push_back(
+          format("lost %" PRId64 ", gained %" PRId64 " answers, exact McNemar p = %.3g",
+                 answers.lost, answers.gained, mcnemar_exact(answers.lost, answers.gained)));
+    }
+  } else {
+    const auto documents = common_documents(*a.report, *b.report);
+    const int64_t length = longest(a, b, documents);
+    std::vector<Range> ranges;
+    if (metric == "growth") {
+      const std::vector<Bin> bins = growth_bins(position_bins(length));
+      for (const Bin& bin : bins) ranges.push_back({bin.first, bin.last});
+      if (ranges.size() < 2) {
+        throw std::invalid_argument(
+            "gate: limit '" + limit.text +
+            "': growth needs two octaves (more than 2048 positions), there are " +
+            std::to_string(length) + " positions in common");
+      }
+    } else {
+      ranges.push_back(resolve_range(limit.metric.range, length, limit.text));
+    }
+    PairedPositions positions = paired_positions(a, b, documents, ranges);
+    out.unit = "tokens";
+    out.count = positions.positions;
+    out.documents = static_cast<int>(positions.sums.documents.size());
+    if (metric == "non_finite") {
+      out.candidate = static_cast<double>(positions.non_finite_b);
+      out.reference = limit.factor == 0 ? kNaN : static_cast<double>(positions.non_finite_a);
+      out.bound = limit.factor == 0 ? limit.offset : limit.factor * out.reference + limit.offset;
+      out.loss = loss_of(limit, false, out.candidate, out.reference);
+      out.standard_error = 0;
+      out.p_exceeds = out.loss > 0 ? 0 : 1;
+      out.p_keeps = out.loss > 0 ? 1 : 0;
+      return out;
+    }
+    evidence.sums = std::move(positions.sums);
+    evidence.values = [&](std::span<const double> t) {
+      return std::pair(metric_value(metric, ranges, t, 1), metric_value(metric, ranges, t, 0));
+    };
+    judge(gate, options, evidence, &out);
+    if (positions.non_finite_b > 0) {
+      const std::string what = format("%" PRId64 " positions of %s are not finite",
+                                      positions.non_finite_b, b.state->info.name.c_str());
+      if (gate.allow_non_finite) {
+        out.warnings.push_back(what + ", left out on both sides");
+      } else {
+        out.warnings.push_back(what + ": fails (allow them with non_finite: allow)");
+        out.p_exceeds = 0;
+        out.p_keeps = 1;
+      }
+    }
+    if (positions.non_finite_a > 0 && a.state != b.state) {
+      out.warnings.push_back(
+          format("%" PRId64 " positions of the reference are not finite, left out on both sides",
+                 positions.non_finite_a));
+    }
+  }
+  if (limit.factor == 0) out.reference = kNaN;
+  if (limit.at_most ? highest <= out.bound : lowest >= out.bound) {
+    out.warnings.push_back("this limit can never fail: " + metric + " always lies between " +
+                           number(lowest) + " and " + number(highest));
+  }
+  if (std::isfinite(chance) && chance > 0 && std::isfinite(out.reference) &&
+      std::isfinite(out.least_detectable) && out.reference - out.least_detectable < chance) {
+    out.warnings.push_back(
+        format("the reference (%.1f) lies within the least detectable effect (%.1f) of chance "
+               "(%.1f): a loss can "
+               "hardly show",
+               out.reference, out.least_detectable, chance));
+  }
+  return out;
+}
+
+/// Verdicts of all limits. That a limit is exceeded is shown when its p stays below alpha after
+/// Holm's correction over the limits (their false alarms add up); that it is kept, when its own p
+/// does (all have to be kept, so errors there do not).
+void decide(const Gate& gate, std::vector<LimitResult>* results) {
+  std::vector<LimitResult*> order;
+  for (LimitResult& r : *results) order.push_back(&r);
+  std::stable_sort(order.begin(), order.end(), [](const LimitResult* a, const LimitResult* b) {
+    return a->p_exceeds < b->p_exceeds;
+  });
+  bool rejecting = true;
+  for (size_t i = 0; i < order.size(); ++i) {
+    LimitResult& r = *order[i];
+    rejecting = rejecting && r.p_exceeds < gate.alpha / static_cast<double>(order.size() - i);
+    if (rejecting) {
+      r.verdict = Verdict::fail;
+    } else if (r.p_keeps < gate.alpha) {
+      r.verdict = Verdict::pass;
+    } else {
+      r.verdict = Verdict::undecided;
+      r.blocks = gate.undecided_fails.value_or(r.limit.kind == LimitKind::noninferior);
+    }
+  }
+}
+
+// ---- tables ----
+
+const char* verdict_text(const LimitResult& r) {
+  if (r.verdict == Verdict::pass) return "pass";
+  if (r.verdict == Verdict::fail) return "FAIL";
+  return r.blocks ? "UNDECIDED" : "undecided";
+}
+
+/// A loss in the terms of its metric: a factor for logarithmic ones.
+std::string effect_text(const LimitResult& r, double effect) {
+  if (!std::isfinite(effect)) return "-";
+  return r.logarithmic ? "x " + format("%.4g", std::exp(r.limit.at_most ? effect : -effect))
+                       : number(effect);
+}
+
+Table limits_table(const std::vector<LimitResult>& results) {
+  Table table;
+  table.title = "Gate";
+  table.head = {"verdict",   "limit",     "kind",         "candidate",
+                "reference", "bound",     "beyond bound", "least detectable",
+                "n",         "p exceeds", "p keeps"};
+  table.left = {1, 2};
+  for (const LimitResult& r : results) {
+    table.rows.push_back({verdict_text(r), r.limit.text,
+                          r.limit.kind == LimitKind::regression ? "regression" : "noninferior",
+                          number(r.candidate), number(r.reference), number(r.bound),
+                          effect_text(r, r.loss), effect_text(r, r.least_detectable),
+                          std::to_string(r.count) + " " + r.unit, format("%.3g", r.p_exceeds),
+                          format("%.3g", r.p_keeps)});
+    if (r.verdict == Verdict::undecided && std::isfinite(r.count_to_decide)) {
+      table.notes.push_back(r.limit.text + ": undecided; about " +
+                            format("%.3g", r.count_to_decide) + " " + r.unit +
+                            " like these would decide if the difference stays as it is");
+    }
+    for (const std::string& warning : r.warnings)
+      table.notes.push_back(r.limit.text + ": " + warning);
+  }
+  return table;
+}
+
+Table pair_table(const Report& base, const Report& candidate, const std::vector<Pair>& pairs,
+                 const StatisticsOptions& options) {
+  Table table;
+  table.title = "Candidate against base, over the positions that both have";
+  table.head = {"state",
+                "tokens",
+                "KL base",
+                "KL candidate",
+                "KL ratio [95 %]",
+                "ppl ratio [95 %]",
+                "top-1 change/points [95 %]",
+                "non-finite"};
+  const auto documents = common_documents(base, candidate);
+  for (const Pair& pair : pairs) {
+    const Series a{&base, &base.states[static_cast<size_t>(pair.base)]};
+    const Series b{&candidate, &candidate.states[static_cast<size_t>(pair.candidate)]};
+    const int64_t length = longest(a, b, documents);
+    if (length == 0) continue;
+    // Documents of different lengths each count as far as both runs have them.
+    PairedPositions positions;
+    positions.sums.columns = kColumns;
+    positions.sums.cells = 1;
+    for (const auto& d : documents) {
+      const int64_t end = measured(a, b, d);
+      if (end == 0) continue;
+      PairedPositions one = paired_positions(a, b, {d}, {{0, end}});
+      positions.positions += one.positions;
+      positions.non_finite_a += one.non_finite_a;
+      positions.non_finite_b += one.non_finite_b;
+      for (auto& cells : one.sums.documents) positions.sums.documents.push_back(std::move(cells));
+    }
+    const Bootstrap draws = bootstrap(
+        positions.sums, 3,
+        [](std::span<const double> t, std::span<double> out) {
+          out[0] = t[kKlB] / t[kKlA];
+          out[1] = std::exp((t[kNllB] - t[kNllA]) / t[kNllCount]);
+          out[2] = 100 * (t[kTopB] - t[kTopA]) / t[kTopCount];
+        },
+        options.seed, options.replicates);
+    double kl_a = 0, kl_b = 0, count = 0;
+    for (const auto& cells : positions.sums.documents) {
+      for (const BlockSums::Cell& cell : cells) {
+        for (size_t i = 0; i < cell.sums.size(); i += kColumns) {
+          kl_a += cell.sums[i + kKlA];
+          kl_b += cell.sums[i + kKlB];
+          count += cell.sums[i + kKlCount];
+        }
+      }
+    }
+    auto estimate = [&](int statistic, Scale scale) {
+      Estimate e;
+      e.value = draws.estimate[static_cast<size_t>(statistic)];
+      e.interval = interval(draws, statistic, scale);
+      return number(e);
+    };
+    table.rows.push_back(
+        {pair.name, std::to_string(positions.positions), number(kl_a / count), number(kl_b / count),
+         estimate(0, Scale::logarithm), estimate(1, Scale::logarithm), estimate(2, Scale::linear),
+         std::to_string(positions.non_finite_a) + " / " + std::to_string(positions.non_finite_b)});
+  }
+  return table;
+}
+
+/// Accuracy of each task on both sides.
+Table answer_table(const Report& base, const Report& candidate, const std::vector<Pair>& pairs,
+                   const StatisticsOptions& options) {
+  Table table;
+  table.title = "Accuracy in percent, of the items that both have answered";
+  table.head = {"state",         "task", "items",  "base",     "candidate",
+                "change [95 %]", "lost", "gained", "McNemar p"};
+  table.left = {1};
+  std::set<std::string> tasks;
+  for (const ItemInfo& item : candidate.items) tasks.insert(item.task);
+  for (const Pair& pair : pairs) {
+    const Series a{&base, &base.states[static_cast<size_t>(pair.base)]};
+    const Series b{&candidate, &candidate.states[static_cast<size_t>(pair.candidate)]};
+    if (a.state->answers.empty() || b.state->answers.empty()) continue;
+    for (const std::string& task : tasks) {
+      const PairedAnswers answers = paired_answers(a, b, task, "accuracy." + task);
+      const Bootstrap draws = bootstrap(
+          answers.sums, 3,
+          [](std::span<const double> t, std::span<double> out) {
+            out[0] = 100 * (t[1] - t[0]) / t[2];
+            out[1] = 100 * t[0] / t[2];
+            out[2] = 100 * t[1] / t[2];
+          },
+          options.seed, options.replicates);
+      Estimate change;
+      change.value = draws.estimate[0];
+      change.interval = interval(draws, 0, Scale::linear);
+      table.rows.push_back({pair.name, task, std::to_string(answers.items),
+                            format("%.2f", draws.estimate[1]), format("%.2f", draws.estimate[2]),
+                            number(change), std::to_string(answers.lost),
+                            std::to_string(answers.gained),
+                            format("%.3g", mcnemar_exact(answers.lost, answers.gained))});
+    }
+  }
+  return table;
+}
+
+std::string xml(const std::string& text) {
+  std::string out;
+  for (char c : text) {
+    switch (c) {
+      case '&':
+        out += "&amp;";
+        break;
+      case '<':
+        out += "&lt;";
+        break;
+      case '>':
+        out += "&gt;";
+        break;
+      case '"':
+        out += "&quot;";
+        break;
+      default:
+        out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+int Comparison::exit_code() const {
+  int code = 0;
+  for (const LimitResult& r : limits) {
+    if (r.verdict == Verdict::fail) return 3;
+    if (r.verdict == Verdict::undecided && r.blocks) code = 4;
+  }
+  return code;
+}
+
+Comparison compare(const Report& base, const Report& candidate, const CompareOptions& options,
+                   const Gate* gate) {
+  Comparison out;
+  const FieldCheck check(base, candidate, options.allow, &out.differences);
+  check.equal("job", base.run.job, candidate.run.job);
+  check.equal("model", base.run.model_sha256, candidate.run.model_sha256);
+  check.equal("tokenizer", base.run.tokenizer_sha256, candidate.run.tokenizer_sha256);
+  check.equal("data", documents_text(base), documents_text(candidate));
+  check.equal("baseline", base.run.baseline, candidate.run.baseline);
+  check.equal("prompt_tokens", std::to_string(base.run.prompt_tokens),
+              std::to_string(candidate.run.prompt_tokens));
+  check_items(check, "prompts", base, candidate, &ItemInfo::prompt_sha256);
+  check_items(check, "grading", base, candidate, &ItemInfo::grading);
+  for (const StateReport& state : candidate.states) {
+    const int other = base.find_state(state.info.name);
+    if (other >= 0 && base.states[static_cast<size_t>(other)].info.sha256 != state.info.sha256) {
+      check.equal("states", base.states[static_cast<size_t>(other)].info.definition,
+                  state.info.definition);
+    }
+  }
+  check.mention("device", base.run.device, candidate.run.device);
+  check.mention("compute", base.run.compute, candidate.run.compute);
+  check.mention("dense", base.run.dense, candidate.run.dense);
+  check.mention("revision", base.run.revision, candidate.run.revision);
+
+  const std::vector<Pair> pairs = pair_states(base, candidate, options);
+  Table table = pair_table(base, candidate, pairs, options.statistics);
+  if (!table.rows.empty()) out.tables.push_back(std::move(table));
+  table = answer_table(base, candidate, pairs, options.statistics);
+  if (!table.rows.empty()) out.tables.push_back(std::move(table));
+  if (gate != nullptr) {
+    for (const Limit& limit : gate->limits) {
+      out.limits.push_back(
+          evaluate_limit(*gate, limit, base, candidate, pairs, options.statistics));
+    }
+    decide(*gate, &out.limits);
+    out.tables.push_back(limits_table(out.limits));
+    out.tables.back().notes.push_back(format(
+        "alpha %.3g over %zu limit%s (Holm), power %.3g of the least detectable effect; beyond the "
+        "bound and least detectable: x is a factor",
+        gate->alpha, gate->limits.size(), gate->limits.size() == 1 ? "" : "s", gate->power));
+  }
+  return out;
+}
+
+std::string comparison_text(const Comparison& comparison) {
+  std::string text;
+  for (const std::string& difference : comparison.differences) text += difference + "\n";
+  for (const Table& table : comparison.tables) text += (text.empty() ? "" : "\n") + as_text(table);
+  return text;
+}
+
+std::string comparison_markdown(const Comparison& comparison) {
+  std::string text;
+  for (const std::string& difference : comparison.differences) text += "- " + difference + "\n";
+  for (const Table& table : comparison.tables)
+    text += (text.empty() ? "" : "\n") + as_markdown(table);
+  return text;
+}
+
+std::string comparison_junit(const Comparison& comparison) {
+  size_t failures = 0, skipped = 0;
+  std::string cases;
+  for (const LimitResult& r : comparison.limits) {
+    const std::string summary =
+        "candidate " + number(r.candidate) + ", bound " + number(r.bound) + ", beyond the bound " +
+        effect_text(r, r.loss) + ", n " + std::to_string(r.count) + " " + r.unit + ", p exceeds " +
+        format("%.3g", r.p_exceeds) + ", p keeps " + format("%.3g", r.p_keeps);
+    std::string detail = summary;
+    for (const std::string& warning : r.warnings) detail += "; " + warning;
+    cases += "    <testcase classname=\"replayeval.gate\" name=\"" + xml(r.limit.text) + "\">\n";
+    if (r.verdict == Verdict::fail || (r.verdict == Verdict::undecided && r.blocks)) {
+      ++failures;
+      cases += "      <failure message=\"" + xml(std::string(verdict_text(r)) + ": " + summary) +
+               "\">" + xml(detail) + "</failure>\n";
+    } else if (r.verdict == Verdict::undecided) {
+      ++skipped;
+      cases += "      <skipped message=\"" + xml("undecided: " + summary) + "\"/>\n";
+    } else {
+      cases += "      <system-out>" + xml(detail) + "</system-out>\n";
+    }
+    cases += "    </testcase>\n";
+  }
+  return "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<testsuites>\n  <testsuite name=\"replayeval "
+         "compare\" tests=\"" +
+         std::to_string(comparison.limits.size()) + "\" failures=\"" + std::to_string(failures) +
+         "\" errors=\"0\" skipped=\"" + std::to_string(skipped) + "\">\n" + cases +
+         "  </testsuite>\n</testsuites>\n";
+}
+
+Report merge_reports(const std::vector<Report>& reports) {
+  if (reports.empty()) throw std::invalid_argument("show: no run");
+  Report out = reports.front();
+  for (size_t i = 1; i < reports.size(); ++i) {
+    const Report& next = reports[i];
+    auto refuse = [&](const std::string& field, const std::string& a, const std::string& b) {
+      throw std::invalid_argument("show: " + out.path + " and " + next.path +
+                                  " cannot be shown in one table: " + field + " differs: '" + a +
+                                  "' and '" + b + "'");
+    };
+    auto equal = [&](const std::string& field, const std::string& a, const std::string& b) {
+      if (a != b) refuse(field, a, b);
+    };
+    equal("job", out.run.job, next.run.job);
+    equal("model", out.run.model_sha256, next.run.model_sha256);
+    equal("tokenizer", out.run.tokenizer_sha256, next.run.tokenizer_sha256);
+    equal("documents", documents_text(out), documents_text(next));
+    equal("items", items_text(out, &ItemInfo::prompt_sha256),
+          items_text(next, &ItemInfo::prompt_sha256));
+    equal("baseline", out.run.baseline, next.run.baseline);
+    const int a = out.baseline(), b = next.baseline();
+    if (a < 0 || b < 0) refuse("baseline", a < 0 ? "none" : "there", b < 0 ? "none" : "there");
+    for (size_t d = 0; d < out.documents.size(); ++d) {
+      const StateDocument& x = out.states[static_cast<size_t>(a)].documents[d];
+      const StateDocument& y = next.states[static_cast<size_t>(b)].documents[d];
+      equal("tokens of document " + out.documents[d].id, std::to_string(x.length),
+            std::to_string(y.length));
+      for (size_t t = 0; t < x.nll.size(); ++t) {
+        if (x.nll[t] != y.nll[t] && !(std::isnan(x.nll[t]) && std::isnan(y.nll[t]))) {
+          refuse("the " + out.run.baseline + " row at position " + std::to_string(t) +
+                     " of document " + out.documents[d].id,
+                 format("%.9g", static_cast<double>(x.nll[t])),
+                 format("%.9g", static_cast<double>(y.nll[t])));
+        }
+      }
+    }
+    for (const StateReport& state : next.states) {
+      const int same = out.find_state(state.info.name);
+      if (same < 0) {
+        out.states.push_back(state);
+      } else {
+        equal("definition of state " + state.info.name,
+              out.states[static_cast<size_t>(same)].info.sha256, state.info.sha256);
+      }
+    }
+    out.path += " " + next.path;
+  }
+  return out;
+}
+
+}  // namespace replayeval
