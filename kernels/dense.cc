@@ -55,8 +55,9 @@ struct Cut {
 
 Cut cut_job(const LinearJob& job, int64_t threads, int64_t jobs) {
   constexpr int64_t kRowUnit = 12;  // a multiple of every level's tile rows
-  const int64_t wanted =
-      ceil_div(3 * threads, jobs);  // units, so that no thread waits long for the last one
+  // Units the job should give, so that no thread waits long for the last one; larger units pack x
+  // less often.
+  const int64_t wanted = threads == 1 ? 1 : ceil_div(2 * threads, jobs);
   const int64_t panels = ceil_div(job.w.rows, kPanel);
   Cut cut;
   cut.row_blocks = ceil_div(job.m, kMaxRowBlock);

@@ -22,8 +22,8 @@ REPLAYEVAL_INLINE F16 widen16(const void* x) {
   return load(static_cast<const float*>(x));
 }
 
-/// out[k, r] = in[r], lane k: sixteen vectors to rows of a panel.
-REPLAYEVAL_INLINE void store_transposed(const F16* in, float* out) {
+/// Lane r of out[k] = lane k of in[r].
+REPLAYEVAL_INLINE void transpose(const F16* in, F16* out) {
 #if defined(__AVX512F__)
   // After two rounds quad[4 g + j], 128-bit part p, holds column 4 p + j of rows 4 g .. 4 g + 3;
   // two more rounds move the parts.
@@ -51,42 +51,72 @@ REPLAYEVAL_INLINE void store_transposed(const F16* in, float* out) {
     const NativeFloat even23 = __builtin_shuffle(quad[8 + j], quad[12 + j], kEven);
     const NativeFloat odd01 = __builtin_shuffle(quad[j], quad[4 + j], kOdd);
     const NativeFloat odd23 = __builtin_shuffle(quad[8 + j], quad[12 + j], kOdd);
-    store(out + j * kPanel, F16{{__builtin_shuffle(even01, even23, kEven)}});
-    store(out + (4 + j) * kPanel, F16{{__builtin_shuffle(odd01, odd23, kEven)}});
-    store(out + (8 + j) * kPanel, F16{{__builtin_shuffle(even01, even23, kOdd)}});
-    store(out + (12 + j) * kPanel, F16{{__builtin_shuffle(odd01, odd23, kOdd)}});
+    out[j].v[0] = __builtin_shuffle(even01, even23, kEven);
+    out[4 + j].v[0] = __builtin_shuffle(odd01, odd23, kEven);
+    out[8 + j].v[0] = __builtin_shuffle(even01, even23, kOdd);
+    out[12 + j].v[0] = __builtin_shuffle(odd01, odd23, kOdd);
   }
 #else
   typedef float Four __attribute__((vector_size(16)));
   typedef int32_t FourInt __attribute__((vector_size(16)));
   REPLAYEVAL_UNROLL for (int r = 0; r < 16; r += 4) {
     REPLAYEVAL_UNROLL for (int k = 0; k < 16; k += 4) {
-      Four a, b, c, d;
-      memcpy(&a, reinterpret_cast<const float*>(in + r) + k, sizeof a);
-      memcpy(&b, reinterpret_cast<const float*>(in + r + 1) + k, sizeof b);
-      memcpy(&c, reinterpret_cast<const float*>(in + r + 2) + k, sizeof c);
-      memcpy(&d, reinterpret_cast<const float*>(in + r + 3) + k, sizeof d);
-      const Four ab0 = __builtin_shuffle(a, b, FourInt{0, 4, 1, 5}),
-                 ab1 = __builtin_shuffle(a, b, FourInt{2, 6, 3, 7});
-      const Four cd0 = __builtin_shuffle(c, d, FourInt{0, 4, 1, 5}),
-                 cd1 = __builtin_shuffle(c, d, FourInt{2, 6, 3, 7});
-      const Four columns[4] = {__builtin_shuffle(ab0, cd0, FourInt{0, 1, 4, 5}),
-                               __builtin_shuffle(ab0, cd0, FourInt{2, 3, 6, 7}),
-                               __builtin_shuffle(ab1, cd1, FourInt{0, 1, 4, 5}),
-                               __builtin_shuffle(ab1, cd1, FourInt{2, 3, 6, 7})};
-      REPLAYEVAL_UNROLL for (int j = 0; j < 4; ++j)
-          memcpy(out + (k + j) * kPanel + r, &columns[j], sizeof(Four));
+      Four rows[4];
+      REPLAYEVAL_UNROLL for (int j = 0; j < 4; ++j) {
+        memcpy(&rows[j], reinterpret_cast<const float*>(in + r + j) + k, sizeof(Four));
+      }
+      const Four low01 = __builtin_shuffle(rows[0], rows[1], FourInt{0, 4, 1, 5});
+      const Four high01 = __builtin_shuffle(rows[0], rows[1], FourInt{2, 6, 3, 7});
+      const Four low23 = __builtin_shuffle(rows[2], rows[3], FourInt{0, 4, 1, 5});
+      const Four high23 = __builtin_shuffle(rows[2], rows[3], FourInt{2, 6, 3, 7});
+      const Four columns[4] = {__builtin_shuffle(low01, low23, FourInt{0, 1, 4, 5}),
+                               __builtin_shuffle(low01, low23, FourInt{2, 3, 6, 7}),
+                               __builtin_shuffle(high01, high23, FourInt{0, 1, 4, 5}),
+                               __builtin_shuffle(high01, high23, FourInt{2, 3, 6, 7})};
+      REPLAYEVAL_UNROLL for (int j = 0; j < 4; ++j) {
+        memcpy(reinterpret_cast<float*>(out + k + j) + r, &columns[j], sizeof(Four));
+      }
     }
   }
 #endif
 }
 
+/// Columns of w that one block of a panel takes: 64 bytes of FP32 or BF16, 32 of FP16.
+template <WeightType Type>
+constexpr int64_t kBlockDepth = Type == WeightType::bf16 ? 32 : 16;
+
+/// Sixteen rows of w, `row_bytes` apart, to panel[k, 0 .. 15], k < kBlockDepth. A pair of BF16
+/// columns travels as one 32-bit lane: low half first (column 2 j), high half (column 2 j + 1)
+/// after.
+template <WeightType Type>
+REPLAYEVAL_INLINE void pack_block(const char* w, int64_t row_bytes, float* panel) {
+  F16 rows[16], columns[16];
+  REPLAYEVAL_UNROLL for (int r = 0; r < 16; ++r) {
+    if constexpr (Type == WeightType::fp16) {
+      rows[r] = widen16<Type>(w + r * row_bytes);
+    } else {
+      memcpy(&rows[r], w + r * row_bytes, sizeof(F16));
+    }
+  }
+  transpose(rows, columns);
+  REPLAYEVAL_UNROLL for (int k = 0; k < 16; ++k) {
+    if constexpr (Type == WeightType::bf16) {
+      store(panel + 2 * k * kPanel, as_float(shift_left(as_int(columns[k]), 16)));
+      store(panel + (2 * k + 1) * kPanel, as_float(as_int(columns[k]) & splat_int(-65536)));
+    } else {
+      store(panel + k * kPanel, columns[k]);
+    }
+  }
+}
+
 /// panel[k, c] = w[col + c, depth_begin + k] for k < depth, c < 32; zeros where c >= count. Writes
-/// whole groups of 16 k.
+/// whole blocks of k.
 template <WeightType Type>
 void pack_panel(const WeightView& w, int64_t col, int64_t count, int64_t depth_begin, int64_t depth,
                 float* panel) {
   constexpr int64_t kBytes = weight_bytes(Type);
+  constexpr int64_t kBlock = kBlockDepth<Type>;
+  const int64_t row_bytes = w.stride * kBytes;
   const char* data = static_cast<const char*>(w.data);
   for (int64_t group = 0; group < kPanel; group += kLanes) {
     const int64_t valid = count - group;
@@ -94,23 +124,19 @@ void pack_panel(const WeightView& w, int64_t col, int64_t count, int64_t depth_b
       for (int64_t k = 0; k < depth; ++k) store(panel + k * kPanel + group, splat(0));
       continue;
     }
-    const char* start = data + ((col + group) * w.stride + depth_begin) * kBytes;
-    for (int64_t k = 0; k < depth; k += kLanes) {
-      F16 block[16];
-      if (valid >= kLanes && depth - k >= kLanes) {
-        REPLAYEVAL_UNROLL for (int r = 0; r < 16; ++r) {
-          block[r] = widen16<Type>(start + (r * w.stride + k) * kBytes);
-        }
-      } else {
-        for (int64_t r = 0; r < 16; ++r) {
-          char buffer[kLanes * 4] = {};
-          const int64_t left = depth - k < kLanes ? depth - k : kLanes;
-          if (r < valid)
-            memcpy(buffer, start + (r * w.stride + k) * kBytes, static_cast<size_t>(left * kBytes));
-          block[r] = widen16<Type>(buffer);
-        }
+    const char* start = data + (col + group) * row_bytes + depth_begin * kBytes;
+    for (int64_t k = 0; k < depth; k += kBlock) {
+      if (valid >= kLanes && depth - k >= kBlock) {
+        pack_block<Type>(start + k * kBytes, row_bytes, panel + k * kPanel + group);
+        continue;
       }
-      store_transposed(block, panel + k * kPanel + group);
+      char buffer[kLanes * kBlock * kBytes] = {};
+      const int64_t left = depth - k < kBlock ? depth - k : kBlock;
+      for (int64_t r = 0; r < kLanes && r < valid; ++r) {
+        memcpy(buffer + r * kBlock * kBytes, start + r * row_bytes + k * kBytes,
+               static_cast<size_t>(left * kBytes));
+      }
+      pack_block<Type>(buffer, kBlock * kBytes, panel + k * kPanel + group);
     }
   }
 }

@@ -11,7 +11,7 @@ namespace replayeval {
 
 constexpr int64_t kPanel = 32;         // columns of a packed panel
 constexpr int64_t kDepth = 256;        // input columns of a packed panel
-constexpr int64_t kMaxRowBlock = 504;  // rows of x packed at a time
+constexpr int64_t kMaxRowBlock = 516;  // rows of x packed at a time
 
 /// Floats of scratch that dense_unit needs for a block of `rows` rows.
 constexpr int64_t dense_scratch(int64_t rows) {

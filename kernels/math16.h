@@ -26,11 +26,16 @@ REPLAYEVAL_INLINE F16 exp16(const F16& argument) {
   p = fma(p, r, splat(1.66666667e-1F));
   p = fma(p, r, splat(0.5F));
   const F16 value = fma(r * r, p, r) + splat(1.0F);
+  const I16 vanishes = argument < splat(-87.33654F);
+#if defined(__AVX512F__)
+  return select(vanishes, splat(0), F16{{_mm512_scalef_ps(value.v[0], n.v[0])}});
+#else
   const I16 power = as_int(shifted) - as_int(splat(kShift));
   const I16 half = shift_right(power, 1);
   const F16 first = as_float(shift_left(half + splat_int(127), 23));
   const F16 second = as_float(shift_left(power - half + splat_int(127), 23));
-  return select(argument < splat(-87.33654F), splat(0), value * first * second);
+  return select(vanishes, splat(0), value * first * second);
+#endif
 }
 
 /// log(1 + e) for 0 <= e <= 1, at most 2 ulp off. 1 + e = 1 + f or 2 (1 + f), f in [-0.293,

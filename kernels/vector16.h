@@ -227,8 +227,25 @@ REPLAYEVAL_INLINE I16 select(const I16& mask, const I16& yes, const I16& no) {
   return r;
 }
 /// a > b ? a : b; b when either is NaN.
-REPLAYEVAL_INLINE F16 max(const F16& a, const F16& b) { return select(a > b, a, b); }
-REPLAYEVAL_INLINE F16 min(const F16& a, const F16& b) { return select(a < b, a, b); }
+REPLAYEVAL_INLINE F16 max(const F16& a, const F16& b) {
+#if defined(__AVX512F__)
+  return {{_mm512_max_ps(a.v[0], b.v[0])}};
+#elif defined(__AVX2__)
+  return {{_mm256_max_ps(a.v[0], b.v[0]), _mm256_max_ps(a.v[1], b.v[1])}};
+#else
+  return select(a > b, a, b);
+#endif
+}
+/// a < b ? a : b; b when either is NaN.
+REPLAYEVAL_INLINE F16 min(const F16& a, const F16& b) {
+#if defined(__AVX512F__)
+  return {{_mm512_min_ps(a.v[0], b.v[0])}};
+#elif defined(__AVX2__)
+  return {{_mm256_min_ps(a.v[0], b.v[0]), _mm256_min_ps(a.v[1], b.v[1])}};
+#else
+  return select(a < b, a, b);
+#endif
+}
 
 REPLAYEVAL_INLINE D16 to_double(const F16& a) {
   D16 r;
@@ -274,14 +291,36 @@ REPLAYEVAL_INLINE bool any(const I16& mask) {
 #endif
 }
 
-/// Sum of the lanes as the tree ((0 + 8) + (4 + 12)) + ...: halves are folded, 8, 4, 2, 1.
+#if defined(__AVX2__)
+/// Lanes 0 - 7 and 8 - 15.
+REPLAYEVAL_INLINE void halves(const F16& a, __m256& low, __m256& high) {
+#if defined(__AVX512F__)
+  low = _mm512_castps512_ps256(a.v[0]);
+  high = _mm512_extractf32x8_ps(a.v[0], 1);
+#else
+  low = a.v[0];
+  high = a.v[1];
+#endif
+}
+#endif
+
+/// Sum of the lanes as a tree: lane i + lane i + 8, then 4, 2, 1 apart.
 REPLAYEVAL_INLINE float sum(const F16& a) {
+#if defined(__AVX2__)
+  __m256 low, high;
+  halves(a, low, high);
+  const __m256 eight = _mm256_add_ps(low, high);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
   float x[kLanes];
   store(x, a);
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) x[i] += x[i + width];
   }
   return x[0];
+#endif
 }
 REPLAYEVAL_INLINE double sum(const D16& a) {
   double x[kLanes];
@@ -291,14 +330,23 @@ REPLAYEVAL_INLINE double sum(const D16& a) {
   }
   return x[0];
 }
-/// Largest lane; with NaN among them, some lane or NaN.
+/// Largest lane, by the same tree; with NaN among them, some lane or NaN.
 REPLAYEVAL_INLINE float max_lane(const F16& a) {
+#if defined(__AVX2__)
+  __m256 low, high;
+  halves(a, low, high);
+  const __m256 eight = _mm256_max_ps(low, high);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
   float x[kLanes];
   store(x, a);
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
   }
   return x[0];
+#endif
 }
 
 /// BF16 code of each lane, to nearest even: add half of the last kept place less one, plus that
