@@ -1,0 +1,118 @@
+// MATH (Hendrycks et al. 2021): rows of JSON, or the original folders with one problem a file.
+#include <algorithm>
+#include <fstream>
+#include <stdexcept>
+#include <tuple>
+
+#include "datasets/item_readers.h"
+
+namespace replayeval {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+// "Level 5", "5" or 5; 0 for anything else ("Level ?" occurs).
+int level_of(const Json& row) {
+  std::string text = text_of(row, "level");
+  if (text.starts_with("Level ")) text = text.substr(6);
+  return text.size() == 1 && text[0] >= '1' && text[0] <= '5' ? text[0] - '0' : 0;
+}
+
+void add_problem(const Json& row, const std::string& id, RawItems* raw) {
+  Item item;
+  item.row = raw->rows++;
+  item.task = task_name(Task::kMath);
+  item.id = id.empty() ? std::to_string(item.row) : id;
+  item.category = text_of(row, row.contains("type") ? "type" : "subject");
+  item.level = level_of(row);
+  item.question = text_of(row, "problem");
+  item.solution = text_of(row, "solution");
+  item.gold = text_of(row, "answer");
+  if (item.gold.empty()) item.gold = boxed_answer(item.solution).value_or("");
+  raw->add(std::move(item));
+}
+
+// <subject>/<number>.json below a split's folder, by subject, then by number.
+std::vector<fs::path> problem_files(const fs::path& folder) {
+  struct Entry {
+    std::string subject;
+    long number;
+    fs::path path;
+  };
+  std::vector<Entry> entries;
+  for (const auto& subject : fs::directory_iterator(folder)) {
+    if (!subject.is_directory()) continue;
+    for (const auto& file : fs::directory_iterator(subject.path())) {
+      if (file.path().extension() != ".json") continue;
+      const std::string stem = file.path().stem().string();
+      const bool number = !stem.empty() && stem.size() < 10 &&
+                          stem.find_first_not_of("0123456789") == std::string::npos;
+      entries.push_back(
+          {subject.path().filename().string(), number ? std::stol(stem) : -1, file.path()});
+    }
+  }
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return std::tie(a.subject, a.number, a.path) < std::tie(b.subject, b.number, b.path);
+  });
+  std::vector<fs::path> files;
+  for (Entry& entry : entries) files.push_back(std::move(entry.path));
+  return files;
+}
+
+}  // namespace
+
+std::optional<std::string> boxed_answer(const std::string& text) {
+  const size_t boxed = text.rfind("\\boxed"), framed = text.rfind("\\fbox");
+  if (boxed == std::string::npos && framed == std::string::npos) return std::nullopt;
+  const bool is_boxed =
+      framed == std::string::npos || (boxed != std::string::npos && boxed > framed);
+  const size_t begin = is_boxed ? boxed + 6 : framed + 5;
+  if (begin >= text.size()) return std::nullopt;
+  if (is_boxed && text[begin] == ' ') {
+    const size_t end = text.find('$', begin + 1);
+    return text.substr(begin + 1, end == std::string::npos ? end : end - begin - 1);
+  }
+  if (text[begin] != '{') return std::nullopt;
+  int depth = 0;
+  for (size_t i = begin; i < text.size(); ++i) {
+    if (text[i] == '\\') {
+      ++i;  // \{ and \} are characters of the answer
+      continue;
+    }
+    depth += text[i] == '{' ? 1 : text[i] == '}' ? -1 : 0;
+    if (depth == 0) return text.substr(begin + 1, i - begin - 1);
+  }
+  return std::nullopt;  // cut off inside the box
+}
+
+RawItems read_math(const ItemSource& source) {
+  RawItems raw;
+  const std::string& split = source.split;
+  for (const fs::path& folder : {source.path / split, source.path / "MATH" / split}) {
+    if (!fs::is_directory(folder)) continue;
+    raw.files = problem_files(folder);
+    for (const fs::path& path : raw.files) {
+      std::ifstream file(path, std::ios::binary);
+      try {
+        add_problem(
+            Json::parse(file),
+            split + "/" + path.parent_path().filename().string() + "/" + path.filename().string(),
+            &raw);
+      } catch (const Json::exception& error) {
+        throw std::runtime_error(path.string() + ": not the JSON of a problem: " + error.what());
+      }
+    }
+    if (!raw.files.empty()) return raw;
+  }
+  raw.files = {find_file(
+      source,
+      {split + ".jsonl", split + ".json", "MATH/" + split + "/<subject>/<number>.json",
+       split + "/<subject>/<number>.json"},
+      "github.com/hendrycks/math; its 500-problem test split with github.com/openai/prm800k")};
+  for (const Json& row : read_rows(raw.files.front()))
+    add_problem(row, text_of(row, "unique_id"), &raw);
+  return raw;
+}
+
+}  // namespace replayeval
