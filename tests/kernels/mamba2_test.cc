@@ -975,16 +975,19 @@ TEST_CASE("mamba2: committing k of T drafts equals k plain steps") {
 TEST_CASE("mamba2: drafts after a fold are read from the unencoded state") {
   const Layer layer({4, 2, 16, 32});
   Records records = Records::random(layer.sizes, 20, 43);
-  for (KernelForm form : {KernelForm::fast, KernelForm::reference}) {
-    Row low(layer, "nvfp4+sr", 16), exact(layer, "fp32", 16);
-    for (Row* row : {&low, &exact}) {
-      advance(layer.view(), *row, records, 0, 14, AdvanceMode::commit, form);
-      advance(layer.view(), *row, records, 14, 6, AdvanceMode::verify, form);
-      CHECK(row->pending[0] == 0);
-      CHECK(row->health[0].encode.elements == 16 * 32);
+  for (const std::string name : {"nvfp4+sr", "nvfp4+sr/fp16"}) {
+    for (KernelForm form : {KernelForm::fast, KernelForm::reference}) {
+      CAPTURE(name);
+      Row low(layer, name, 16), exact(layer, "fp32", 16);
+      for (Row* row : {&low, &exact}) {
+        advance(layer.view(), *row, records, 0, 14, AdvanceMode::commit, form);
+        advance(layer.view(), *row, records, 14, 6, AdvanceMode::verify, form);
+        CHECK(row->pending[0] == 0);
+        CHECK(row->health[0].encode.elements == (row->plans[0].read ? 2 : 1) * 16 * 32);
+      }
+      // Nothing was encoded before the fold, so the drafts' outputs are those of the FP32 row.
+      CHECK(same_bits(low.y, exact.y));
     }
-    // Nothing was encoded before the fold, so the drafts' outputs are those of the FP32 row.
-    CHECK(same_bits(low.y, exact.y));
   }
 }
 

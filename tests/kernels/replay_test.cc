@@ -60,6 +60,8 @@ TEST_CASE("commit spans flush on full windows and carry the rest") {
   p = plan(4, 4, 2, AdvanceMode::commit);
   CHECK(p.spans == "[-4 0 q0 flush][0 2 q0]");
   CHECK(p.pending == 2);
+  p = plan(6, 4, 2, AdvanceMode::commit);
+  CHECK(p.spans == "[-6 0 q0 flush][0 2 q0]");
 }
 
 TEST_CASE("verify spans fold first exactly when pending + tokens exceeds the window") {
