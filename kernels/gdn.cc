@@ -8,8 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
-#include <limits>
+#include <exception>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -372,7 +371,7 @@ class FastWalk {
   void encode(const ReplaySpan& span, float span_amax) {
     const FlushKey key{layer_->layer, layer_->head_offset, row_->position + span.end() - 1};
     for (int i = 0; i < active_; ++i) {
-      heads_[i].state.flush(key, span_amax, false);
+      heads_[i].state.flush(key, span_amax, heads_[i].finite);
       // The transposed copy stays S itself, which is decode(R) only for a plain FP32 checkpoint.
       heads_[i].have_recurrence = is_plain_fp32(*plan_->recurrence.format);
       heads_[i].have_read = false;
@@ -386,6 +385,7 @@ class FastWalk {
     Floats recurrence,
         read;  // [key_dim, value_stride]; read is unused while the checkpoint is shared
     bool have_recurrence = false, have_read = false;
+    bool finite = false;  // every element of the folded state
   };
 
   bool shared() const { return !plan_->read.has_value(); }
@@ -630,8 +630,8 @@ class FastWalk {
     REPLAYEVAL_SIMD_CALL(gdn_multiply)
     (key_dim_, n, vectors(), keys, weight_stride_, corrections, value_stride_, carried,
      channel ? 1 : 0, state, value_stride_);
-    REPLAYEVAL_SIMD_CALL(gdn_transpose)
-    (key_dim_, value_dim_, state, value_stride_, head.state.state(), key_dim_);
+    head.finite = REPLAYEVAL_SIMD_CALL(gdn_transpose)(key_dim_, value_dim_, state, value_stride_,
+                                                      head.state.state(), key_dim_);
 
     if (order_->output_from_fold) {
       const int64_t token = span.end() - 1, head_at = int64_t{head.index} * value_dim_;
@@ -693,6 +693,26 @@ std::vector<Group> make_groups(const GdnLayer& layer, std::span<const StateRow> 
   return groups;
 }
 
+/// Carries the first exception of a parallel loop (a codec library may fail) to its caller.
+class FirstError {
+ public:
+  template <class Body>
+  void guard(Body&& body) {
+    try {
+      body();
+    } catch (...) {
+#pragma omp critical(gdn_first_error)
+      if (!error_) error_ = std::current_exception();
+    }
+  }
+  void rethrow() {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  std::exception_ptr error_;
+};
+
 /// spans[row][plan]
 using Spans = std::vector<std::vector<std::vector<ReplaySpan>>>;
 
@@ -710,19 +730,23 @@ void run(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInp
     walk.bind(layer, rows[group.row], inputs[group.row], rows[group.row].plans[group.plan],
               group.key_head, group.heads);
   };
+  FirstError error;
 #pragma omp parallel
   {
     Walk walk;
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < independent.size(); ++i) {
-      const Group& group = groups[independent[i]];
-      bind(group, walk);
-      for (const ReplaySpan& span : spans[group.row][group.plan]) {
-        walk.window(span);
-        if (span.flush) walk.encode(span, 0.0f);
-      }
+      error.guard([&] {
+        const Group& group = groups[independent[i]];
+        bind(group, walk);
+        for (const ReplaySpan& span : spans[group.row][group.plan]) {
+          walk.window(span);
+          if (span.flush) walk.encode(span, 0.0f);
+        }
+      });
     }
   }
+  error.rethrow();
   // A scale over the layer needs every head's folded state before the first is encoded: the groups
   // of a row that share a plan go window by window, in two passes.
   for (size_t begin = 0; begin < joint.size();) {
@@ -738,12 +762,18 @@ void run(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInp
       float amax = 0.0f;
 #pragma omp parallel for schedule(dynamic) reduction(max : amax)
       for (size_t i = 0; i < walks.size(); ++i) {
-        walks[i].window(span);
-        if (span.flush) amax = std::max(amax, walks[i].amax());
+        error.guard([&] {
+          walks[i].window(span);
+          if (span.flush) amax = std::max(amax, walks[i].amax());
+        });
       }
+      error.rethrow();
       if (!span.flush) continue;
 #pragma omp parallel for schedule(dynamic)
-      for (size_t i = 0; i < walks.size(); ++i) walks[i].encode(span, amax);
+      for (size_t i = 0; i < walks.size(); ++i) {
+        error.guard([&] { walks[i].encode(span, amax); });
+      }
+      error.rethrow();
     }
     const int row = leader.row, plan = leader.plan;
     std::erase_if(joint, [&](int i) { return groups[i].row == row && groups[i].plan == plan; });
@@ -759,6 +789,17 @@ void check_layer(const GdnLayer& layer) {
   if (layer.key_dim < 1 || layer.value_dim < 1) {
     throw std::invalid_argument("gdn: key_dim, value_dim are " + std::to_string(layer.key_dim) +
                                 ", " + std::to_string(layer.value_dim) + ", expected at least 1");
+  }
+}
+
+/// A scale given in advance must be there for every head that uses it.
+void check_scales(const GdnLayer& layer, std::span<const StateRow> rows) {
+  for (const StateRow& row : rows) {
+    for (int h = 0; h < layer.value_heads; ++h) {
+      const HeadPlan& plan = row.plans[plan_index(row, h)];
+      check_fixed_scales(*plan.recurrence.format, layer.layer, layer.head_offset + h, 1);
+      if (plan.read) check_fixed_scales(*plan.read->format, layer.layer, layer.head_offset + h, 1);
+    }
   }
 }
 
@@ -800,6 +841,7 @@ void gdn_advance(const GdnLayer& layer, std::span<StateRow> rows, std::span<cons
                  AdvanceMode mode, KernelForm form) {
   check_layer(layer);
   check_rows("gdn", rows, inputs.size(), layer.value_heads, state_shape(layer));
+  check_scales(layer, rows);
   check_inputs(inputs, true);
   Spans spans(rows.size());
   std::vector<std::vector<int>> pending_after(rows.size());
@@ -821,6 +863,7 @@ void gdn_flush(const GdnLayer& layer, std::span<StateRow> rows, std::span<const 
                KernelForm form) {
   check_layer(layer);
   check_rows("gdn", rows, inputs.size(), layer.value_heads, state_shape(layer));
+  check_scales(layer, rows);
   Spans spans(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
     bool any = false;

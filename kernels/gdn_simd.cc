@@ -63,6 +63,47 @@ REPLAYEVAL_INLINE void multiply_columns(int rows, int depth, const float* x, int
   }
 }
 
+/// block[i][j] <-> block[j][i].
+REPLAYEVAL_INLINE void transpose_block(Lanes (&block)[kLanes]) {
+#if defined(__AVX512F__)
+  __m512 pairs[kLanes], quads[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(block[i].v, block[i + 1].v);
+    pairs[i + 1] = _mm512_unpackhi_ps(block[i].v, block[i + 1].v);
+  }
+  const auto lows = [](__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  const auto highs = [](__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  for (int i = 0; i < kLanes;
+       i += 4) {  // quads[i + c], 128-bit lane l: column 4 l + c of rows i .. i + 3
+    quads[i] = lows(pairs[i], pairs[i + 2]);
+    quads[i + 1] = highs(pairs[i], pairs[i + 2]);
+    quads[i + 2] = lows(pairs[i + 1], pairs[i + 3]);
+    quads[i + 3] = highs(pairs[i + 1], pairs[i + 3]);
+  }
+  for (int c = 0; c < 4; ++c) {
+    const __m512 even_low = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0x88);
+    const __m512 odd_low = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0xDD);
+    const __m512 even_high = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0x88);
+    const __m512 odd_high = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0xDD);
+    block[c].v = _mm512_shuffle_f32x4(even_low, even_high, 0x88);
+    block[8 + c].v = _mm512_shuffle_f32x4(even_low, even_high, 0xDD);
+    block[4 + c].v = _mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
+    block[12 + c].v = _mm512_shuffle_f32x4(odd_low, odd_high, 0xDD);
+  }
+#else
+  float rows[kLanes][kLanes], columns[kLanes][kLanes];
+  for (int i = 0; i < kLanes; ++i) store(rows[i], block[i]);
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < kLanes; ++j) columns[i][j] = rows[j][i];
+  }
+  for (int i = 0; i < kLanes; ++i) block[i] = load(columns[i]);
+#endif
+}
+
 REPLAYEVAL_INLINE float as_float(uint32_t bits) {
   float x;
   __builtin_memcpy(&x, &bits, sizeof x);
@@ -126,17 +167,31 @@ void gdn_normalise(int rows, int dim, float scale, const float* x, int64_t x_str
   }
 }
 
-void gdn_transpose(int rows, int columns, const float* in, int64_t in_stride, float* out,
+bool gdn_transpose(int rows, int columns, const float* in, int64_t in_stride, float* out,
                    int64_t out_stride) {
-  constexpr int kBlock = 16;
-  for (int r = 0; r < out_stride; r += kBlock) {
-    const int r_end = r + kBlock < out_stride ? r + kBlock : static_cast<int>(out_stride);
-    for (int c = 0; c < columns; ++c) {
-      for (int i = r; i < r_end; ++i) {
-        out[c * out_stride + i] = i < rows ? in[i * in_stride + c] : 0.0f;
+  const Lanes zero = splat(0.0f);
+  Lanes finite = zero;  // 0 x is 0 for finite x only
+  const int padded = static_cast<int>(out_stride);
+  for (int r = 0; r < padded; r += kLanes) {
+    const int out_count = padded - r < kLanes ? padded - r : kLanes;
+    for (int c = 0; c < columns; c += kLanes) {
+      const int in_count = columns - c < kLanes ? columns - c : kLanes;
+      Lanes block[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        block[i] = r + i < rows ? load_part(in + (r + i) * in_stride + c, in_count) : zero;
+        finite = fma(block[i], zero, finite);
+      }
+      transpose_block(block);
+      for (int i = 0; i < in_count; ++i) {
+        store_part(out + (c + i) * out_stride + r, block[i], out_count);
       }
     }
   }
+  float lane[kLanes];
+  store(lane, finite);
+  bool all = true;
+  for (float x : lane) all = all && x == 0.0f;
+  return all;
 }
 
 void gdn_round(DotType type, int64_t count, const float* in, float* out) {

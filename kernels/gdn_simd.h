@@ -91,8 +91,9 @@ REPLAYEVAL_SIMD_DECLARE(
     /* out[t] = x[t] * (scale / sqrt(sum x[t]^2 + 1e-6)), zero padded to out_stride */
     void gdn_normalise(int rows, int dim, float scale, const float* x, int64_t x_stride, float* out,
                        int64_t out_stride);
-    /* out [columns, out_stride] = in [rows, columns]^T, columns of out past `rows` are zero */
-    void gdn_transpose(int rows, int columns, const float* in, int64_t in_stride, float* out,
+    /* out [columns, out_stride] = in [rows, columns]^T, columns of out past `rows` are zero;
+       says whether every element is finite */
+    bool gdn_transpose(int rows, int columns, const float* in, int64_t in_stride, float* out,
                        int64_t out_stride);
     void gdn_round(DotType type, int64_t count, const float* in, float* out);
     void gdn_scalar_decay(const GdnScalarDecay& window);

@@ -227,7 +227,9 @@ void set_random_state(Row* row, uint32_t seed, float size) {
   row->health.assign(row->heads(), {});
 }
 
+/// One call for one row, on one thread (the test of splits uses more).
 void advance(Row* row, int tokens, KernelForm form, AdvanceMode mode = AdvanceMode::commit) {
+  omp_set_num_threads(1);
   StateRow state = row->state();
   const GdnInputs in = row->inputs(tokens);
   gdn_advance(row->data->layer, {&state, 1}, {&in, 1}, mode, form);
@@ -862,6 +864,30 @@ TEST_CASE("gdn: the recurrence checkpoint does not depend on the read checkpoint
   }
 }
 
+TEST_CASE("gdn: rederive folds nothing that a ring has kept, cached folds it") {
+  // The ring's corrections may come from another state (drafts read from an unencoded one):
+  // changing them changes outputs only.
+  for (const bool channel : {false, true}) {
+    const Sequence data = random_sequence(make_layer(16, 20, 1, 2, channel), 8, 52);
+    for (const char* states : {"fp32", "bf16", "fp32/fp32"}) {
+      for (const GdnFold fold : {GdnFold::rederive, GdnFold::cached}) {
+        for (const KernelForm form : kForms) {
+          HeadPlan plan = make_plan(states, 8);
+          plan.gdn_fold = fold;
+          Row row = make_row(data, {plan});
+          advance(&row, 5, form);
+          Row other = row;
+          for (int i = 0; i < 5 * 40; ++i) other.u[i] += 1.0f;
+          advance(&row, 3, form);
+          advance(&other, 3, form);
+          CHECK(row.o[5 * 40] != other.o[5 * 40]);
+          CHECK((row.recurrence == other.recurrence) == (fold == GdnFold::rederive));
+        }
+      }
+    }
+  }
+}
+
 /// K = V = 1, k = q = 2^20 (k^ = 1): the numbers of a window by hand.
 Sequence scalar_sequence(const std::vector<float>& v, const std::vector<float>& beta, float g) {
   Sequence s;
@@ -958,6 +984,20 @@ TEST_CASE("gdn: beta, stored corrections and a flush's operands through BF16") {
       encode_checkpoints(row.state(), row.shape(), 0, {}, 0.0f, &start);
       advance(&row, 1, form);
       CHECK(row.decoded(0, StateRole::recurrence)[0][0] == 0x1p-9);
+
+      // S = 1, decay 2^-0.3 = 0.8122524, v = 0.8125 (its BF16): KDA decays the key and rounds it,
+      // so u = 0; GDN decays the read, so u = 2.476e-4, which the fold rounds to BF16.
+      data.v = {0.8125f};
+      data.g = {-0.3f};
+      const float one = 1.0f;
+      Row decayed = make_row(data, {plan});
+      encode_checkpoints(decayed.state(), decayed.shape(), 0, {}, 0.0f, &one);
+      advance(&decayed, 1, form);
+      const double decay = std::exp2(double{-0.3f});
+      const double folded = decay + (channel ? 0.0 : to_bf16(static_cast<float>(0.8125 - decay)));
+      // 2^-24 each for the exponential and the sum. The small u is 129.8 steps of 2^-19: 0.3 steps
+      // from the next boundary, seven times its own error.
+      CHECK(std::abs(decayed.decoded(0, StateRole::recurrence)[0][0] - folded) <= 2 * 0x1p-24);
     }
   }
 }
@@ -1449,6 +1489,13 @@ TEST_CASE("gdn: wrong requests name place, value and expectation") {
         "gdn: row 0: u is null, expected an array");
   CHECK(refusal([&] { call(data.layer, [](StateRow&, GdnInputs& in) { in.tokens = -1; }); }) ==
         "gdn: row 0: tokens is -1, expected at least 0");
+  auto fixed = std::make_shared<StateFormat>(*find_format("nvfp4"));
+  fixed->descriptor.span = Span::fixed;
+  HeadPlan unmeasured = make_plan("fp32", 4);
+  unmeasured.recurrence.format = fixed;
+  CHECK(refusal([&] {
+          call(data.layer, [&](StateRow& state, GdnInputs&) { state.plans = {&unmeasured, 1}; });
+        }).starts_with("nvfp4: no scale for layer 3, head 0"));
   std::vector<GdnHeadStability> heads(3);
   const std::vector<double> errors(4);
   CHECK(refusal([&] { gdn_measure_stability(data.layer, row.inputs(8), 4, errors, heads); }) ==
