@@ -1,6 +1,7 @@
 #include "harness/metrics.h"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <string>
 
@@ -27,7 +28,8 @@ void PositionFigures::append(const PositionFigures& other) {
 }
 
 std::vector<PositionFigures> measure(const Model& model, const Hidden& hidden, int rows, int tokens,
-                                     std::span<const int32_t> targets, int64_t slice_bytes) {
+                                     std::span<const int32_t> targets, int64_t slice_bytes,
+                                     MeasureTimes* times) {
   const int64_t vocabulary = model.spec().vocabulary;
   if (hidden.tokens != int64_t{rows} * tokens || static_cast<int64_t>(targets.size()) != tokens) {
     throw std::invalid_argument("measure: " + std::to_string(hidden.tokens) +
@@ -49,8 +51,10 @@ std::vector<PositionFigures> measure(const Model& model, const Hidden& hidden, i
   for (int64_t first = 0; first < tokens; first += slice) {
     const int64_t count = std::min<int64_t>(slice, tokens - first);
     const int64_t block = count * vocabulary;
+    const auto start = std::chrono::steady_clock::now();
     for (int64_t r = 0; r < rows; ++r)
       model.lm_head(hidden, r * tokens + first, count, logits.data() + r * block);
+    const auto formed = std::chrono::steady_clock::now();
     summarize_logits(logits.data(), vocabulary, rows * count, vocabulary, summaries.data());
     for (int64_t r = 0; r < rows; ++r) {
       const float* row = logits.data() + r * block;
@@ -65,6 +69,11 @@ std::vector<PositionFigures> measure(const Model& model, const Hidden& hidden, i
             negative_log_likelihood(row + t * vocabulary, summary[t], targets[i]));
         f.top1[i] = top1_agreement(summaries[static_cast<size_t>(t)], summary[t]);
       }
+    }
+    if (times != nullptr) {
+      times->head += std::chrono::duration<double>(formed - start).count();
+      times->metrics +=
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - formed).count();
     }
   }
   return figures;

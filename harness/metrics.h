@@ -30,12 +30,19 @@ struct PositionFigures {
   void append(const PositionFigures& other);
 };
 
+/// Seconds of one call of `measure`.
+struct MeasureTimes {
+  double head = 0;     // LM head
+  double metrics = 0;  // summaries and KL
+};
+
 /// Compares all rows of a chunk with row 0. `hidden` holds `rows` rows of `tokens` positions each,
 /// concatenated; targets[t] is the token after position t of the chunk, -1 for none. Logits are
 /// formed in slices of at most `slice_bytes` (all rows of a few positions at a time), so memory
 /// does not grow with context times vocabulary. Row 0 against itself gives 0 and 1.
 std::vector<PositionFigures> measure(const Model& model, const Hidden& hidden, int rows, int tokens,
                                      std::span<const int32_t> targets,
-                                     int64_t slice_bytes = int64_t{64} << 20);
+                                     int64_t slice_bytes = int64_t{64} << 20,
+                                     MeasureTimes* times = nullptr);
 
 }  // namespace replayeval

@@ -1,6 +1,7 @@
 // The forward pass of every family on the CPU: blocks of normed mixers over a residual stream, all
 // rows (sequences in their own state precision) through one set of weights.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <numbers>
 #include <stdexcept>
@@ -34,6 +35,22 @@ class Buffer {
 /// log2(e), the factor between natural and binary logarithms of decays.
 constexpr float kLog2E = std::numbers::log2e_v<float>;
 
+/// Adds the time until its end to one kind of work.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds)
+      : seconds_(seconds), start_(std::chrono::steady_clock::now()) {}
+  ~Stopwatch() {
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  double& seconds_;
+  std::chrono::steady_clock::time_point start_;
+};
+
 /// Rows of one call: where each starts, how many tokens it has.
 struct Call {
   std::span<const int> lengths;
@@ -42,6 +59,7 @@ struct Call {
   int64_t tokens = 0;
   AdvanceMode mode = AdvanceMode::commit;
   KernelForm form = KernelForm::fast;
+  ForwardTimes* times = nullptr;
 };
 
 }  // namespace
@@ -63,7 +81,9 @@ struct Model::Implementation {
   }
 
   /// x [m, in] -> [m, out], rounded to the activation type.
-  Buffer project(const LinearSpec& layer, const float* x, int64_t m) const {
+  Buffer project(const LinearSpec& layer, const float* x, const Call& call) const {
+    Stopwatch watch(call.times->products);
+    const int64_t m = call.tokens;
     Buffer y(m * layer.weight.rows);
     product(layer, x, m, layer.weight.cols, y.data(), layer.weight.rows);
     round_to(activation, y.data(), m * layer.weight.rows);
@@ -91,8 +111,8 @@ struct Model::Implementation {
              const StateSet& states, std::vector<double>& decay_sum) const;
   Buffer attend(const AttentionSpec& mixer, std::vector<KvCache>& caches, const Call& call,
                 const float* x) const;
-  Buffer mlp(const MlpSpec& mixer, const float* x, int64_t m) const;
-  Buffer moe(const MoeSpec& mixer, const float* x, int64_t m) const;
+  Buffer mlp(const MlpSpec& mixer, const float* x, const Call& call) const;
+  Buffer moe(const MoeSpec& mixer, const float* x, const Call& call) const;
 };
 
 namespace {
@@ -170,6 +190,7 @@ void Model::Implementation::convolve(const StateStore& store, const Call& call, 
     row.y_stride = channels;
     rows.push_back(row);
   }
+  Stopwatch watch(call.times->convolution);
   causal_conv({static_cast<int>(channels), store.shape().conv_kernel, weight, bias, true}, rows,
               states.form());
   if (activation == WeightType::fp32) return;
@@ -186,7 +207,7 @@ Buffer Model::Implementation::mamba2(const Mamba2Spec& mixer, StateStore& store,
   const int64_t group_width = int64_t{mixer.groups} * mixer.state_dim;
   const int64_t channels = inner + 2 * group_width;
   const int64_t width = inner + channels + mixer.heads;
-  Buffer projected = project(mixer.in_proj, x, call.tokens);
+  Buffer projected = project(mixer.in_proj, x, call);
   if (!mixer.in_proj_multiplier.empty()) {
     scale(projected.data(), width, 1.0f, mixer.in_proj_multiplier.data(), call.tokens, width,
           activation);
@@ -240,17 +261,21 @@ Buffer Model::Implementation::mamba2(const Mamba2Spec& mixer, StateStore& store,
     in.y_stride = inner;
     return in;
   };
-  store.advance(
-      call.positions, call.lengths, call.mode,
-      [&](std::span<StateRow> rows, std::span<const int> first, std::span<const int> count) {
-        std::vector<Mamba2Inputs> inputs;
-        for (size_t r = 0; r < rows.size(); ++r) inputs.push_back(inputs_of(r, first[r], count[r]));
-        mamba2_advance(layer, rows, inputs, call.mode, states.form());
-      },
-      [&](StateRow& row, int r, int end) {
-        const Mamba2Inputs inputs = inputs_of(static_cast<size_t>(r), end, 0);
-        mamba2_flush(layer, {&row, 1}, {&inputs, 1}, states.form());
-      });
+  {
+    Stopwatch watch(call.times->state);
+    store.advance(
+        call.positions, call.lengths, call.mode,
+        [&](std::span<StateRow> rows, std::span<const int> first, std::span<const int> count) {
+          std::vector<Mamba2Inputs> inputs;
+          for (size_t r = 0; r < rows.size(); ++r)
+            inputs.push_back(inputs_of(r, first[r], count[r]));
+          mamba2_advance(layer, rows, inputs, call.mode, states.form());
+        },
+        [&](StateRow& row, int r, int end) {
+          const Mamba2Inputs inputs = inputs_of(static_cast<size_t>(r), end, 0);
+          mamba2_flush(layer, {&row, 1}, {&inputs, 1}, states.form());
+        });
+  }
   buffers.keep(store, call);
 
   round_to(activation, y.data(), call.tokens * inner);
@@ -260,7 +285,7 @@ Buffer Model::Implementation::mamba2(const Mamba2Spec& mixer, StateStore& store,
                                                                : GateOrder::gate_first;
   norm.round_normalized = mixer.gate == Mamba2Spec::Gate::gate_then_norm;
   rms_norm(norm, y.data(), inner, projected.data(), width, y.data(), inner, call.tokens, inner);
-  return project(mixer.out_proj, y.data(), call.tokens);
+  return project(mixer.out_proj, y.data(), call);
 }
 
 Buffer Model::Implementation::gdn(const GdnSpec& mixer, StateStore& store, const Call& call,
@@ -272,14 +297,14 @@ Buffer Model::Implementation::gdn(const GdnSpec& mixer, StateStore& store, const
   const int64_t heads = mixer.value_heads;
   Gathered buffers(store, call);
   {
-    Buffer qkv = project(mixer.qkv, x, call.tokens);
+    Buffer qkv = project(mixer.qkv, x, call);
     buffers.take_inputs(call, qkv.data(), channels, 0);
   }
   convolve(store, call, buffers.conv->data(), mixer.conv_weight.data(), nullptr, buffers.conv_first,
            buffers.channels->data(), buffers.first, states);
 
-  Buffer b = project(mixer.b, x, call.tokens);
-  Buffer a = project(mixer.a, x, call.tokens);
+  Buffer b = project(mixer.b, x, call);
+  Buffer a = project(mixer.a, x, call);
   activate(Activation::sigmoid, b.data(), heads, nullptr, b.data(), heads, call.tokens, heads);
   activate(Activation::softplus, a.data(), heads, mixer.dt_bias.data(), a.data(), heads,
            call.tokens, heads);
@@ -321,26 +346,30 @@ Buffer Model::Implementation::gdn(const GdnSpec& mixer, StateStore& store, const
     in.o_stride = value_width;
     return in;
   };
-  store.advance(
-      call.positions, call.lengths, call.mode,
-      [&](std::span<StateRow> rows, std::span<const int> first, std::span<const int> count) {
-        std::vector<GdnInputs> inputs;
-        for (size_t r = 0; r < rows.size(); ++r) inputs.push_back(inputs_of(r, first[r], count[r]));
-        gdn_advance(layer, rows, inputs, call.mode, states.form());
-      },
-      [&](StateRow& row, int r, int end) {
-        const GdnInputs inputs = inputs_of(static_cast<size_t>(r), end, 0);
-        gdn_flush(layer, {&row, 1}, {&inputs, 1}, states.form());
-      });
+  {
+    Stopwatch watch(call.times->state);
+    store.advance(
+        call.positions, call.lengths, call.mode,
+        [&](std::span<StateRow> rows, std::span<const int> first, std::span<const int> count) {
+          std::vector<GdnInputs> inputs;
+          for (size_t r = 0; r < rows.size(); ++r)
+            inputs.push_back(inputs_of(r, first[r], count[r]));
+          gdn_advance(layer, rows, inputs, call.mode, states.form());
+        },
+        [&](StateRow& row, int r, int end) {
+          const GdnInputs inputs = inputs_of(static_cast<size_t>(r), end, 0);
+          gdn_flush(layer, {&row, 1}, {&inputs, 1}, states.form());
+        });
+  }
   buffers.keep(store, call);
 
   round_to(activation, o.data(), call.tokens * value_width);
-  Buffer z = project(mixer.z, x, call.tokens);
+  Buffer z = project(mixer.z, x, call);
   RmsNorm norm = norm_of(mixer.norm, mixer.value_dim);
   norm.gate = GateOrder::norm_first;
   rms_norm(norm, o.data(), value_width, z.data(), value_width, o.data(), value_width, call.tokens,
            value_width);
-  return project(mixer.out_proj, o.data(), call.tokens);
+  return project(mixer.out_proj, o.data(), call);
 }
 
 Buffer Model::Implementation::attend(const AttentionSpec& mixer, std::vector<KvCache>& caches,
@@ -351,9 +380,9 @@ Buffer Model::Implementation::attend(const AttentionSpec& mixer, std::vector<KvC
   const int64_t kv_width = int64_t{mixer.kv_heads} * dim;
   const int64_t q_head =
       mixer.output_gate ? 2 * dim : dim;  // q_proj rows of a head: q, then its gate
-  Buffer projected = project(mixer.q, x, call.tokens);
-  Buffer k = project(mixer.k, x, call.tokens);
-  Buffer v = project(mixer.v, x, call.tokens);
+  Buffer projected = project(mixer.q, x, call);
+  Buffer k = project(mixer.k, x, call);
+  Buffer v = project(mixer.v, x, call);
   Buffer q(call.tokens * q_width);
   if (mixer.q_norm) {
     rms_norm(norm_of(*mixer.q_norm, dim), projected.data(), q_head, nullptr, 0, q.data(), dim,
@@ -398,30 +427,34 @@ Buffer Model::Implementation::attend(const AttentionSpec& mixer, std::vector<KvC
     row.out_stride = q_width;
     rows.push_back(row);
   }
-  if (call.form == KernelForm::reference) {
-    attention_reference(rows, mixer.heads, mixer.scale);
-  } else {
-    attention(rows, mixer.heads, mixer.scale);
+  {
+    Stopwatch watch(call.times->attention);
+    if (call.form == KernelForm::reference) {
+      attention_reference(rows, mixer.heads, mixer.scale);
+    } else {
+      attention(rows, mixer.heads, mixer.scale);
+    }
   }
   round_to(activation, out.data(), call.tokens * q_width);
   if (mixer.output_gate) {
     activate_multiply(Activation::sigmoid, projected.data() + dim, q_head, 1.0f, out.data(), dim,
                       out.data(), dim, call.tokens * heads, dim, activation);
   }
-  return project(mixer.o, out.data(), call.tokens);
+  return project(mixer.o, out.data(), call);
 }
 
-Buffer Model::Implementation::mlp(const MlpSpec& mixer, const float* x, int64_t m) const {
+Buffer Model::Implementation::mlp(const MlpSpec& mixer, const float* x, const Call& call) const {
+  const int64_t m = call.tokens;
   const int64_t width = mixer.up.weight.rows;
-  Buffer up = project(mixer.up, x, m);
+  Buffer up = project(mixer.up, x, call);
   if (mixer.gate) {
-    Buffer gate = project(*mixer.gate, x, m);
+    Buffer gate = project(*mixer.gate, x, call);
     activate_multiply(mixer.activation, gate.data(), width, mixer.gate_multiplier, up.data(), width,
                       up.data(), width, m, width, activation);
   } else {
     activate(mixer.activation, up.data(), width, nullptr, up.data(), width, m, width, activation);
   }
-  Buffer y = project(mixer.down, up.data(), m);
+  Buffer y = project(mixer.down, up.data(), call);
   if (mixer.down_multiplier != 1.0f) {
     scale(y.data(), mixer.down.weight.rows, mixer.down_multiplier, nullptr, m,
           mixer.down.weight.rows, activation);
@@ -505,7 +538,8 @@ Routing route(const MoeSpec& moe, const float* logits, int64_t tokens, WeightTyp
 
 }  // namespace
 
-Buffer Model::Implementation::moe(const MoeSpec& mixer, const float* x, int64_t m) const {
+Buffer Model::Implementation::moe(const MoeSpec& mixer, const float* x, const Call& call) const {
+  const int64_t m = call.tokens;
   const int64_t experts = mixer.router.weight.rows;
   Buffer logits(m * experts);
   // The router's own product is FP32 in every compute type for sigmoid scores; the others take
@@ -518,7 +552,7 @@ Buffer Model::Implementation::moe(const MoeSpec& mixer, const float* x, int64_t 
   std::unique_ptr<Buffer> latent;
   const float* input = x;
   if (mixer.latent_in) {
-    latent = std::make_unique<Buffer>(project(*mixer.latent_in, x, m));
+    latent = std::make_unique<Buffer>(project(*mixer.latent_in, x, call));
     input = latent->data();
   }
   const int64_t in_width = mixer.experts.front().up.weight.cols;
@@ -551,7 +585,10 @@ Buffer Model::Implementation::moe(const MoeSpec& mixer, const float* x, int64_t 
     second_jobs.push_back(job(expert.down, up.data() + groups.offsets[e] * up_width, up_width,
                               nullptr, e, down.data(), out_width));
   }
-  linear(first_jobs);
+  {
+    Stopwatch watch(call.times->products);
+    linear(first_jobs);
+  }
   round_to(activation, up.data(), slots * up_width);
   const MlpSpec& form = mixer.experts.front();
   if (form.gate) {
@@ -562,16 +599,19 @@ Buffer Model::Implementation::moe(const MoeSpec& mixer, const float* x, int64_t 
     activate(form.activation, up.data(), up_width, nullptr, up.data(), up_width, slots, up_width,
              activation);
   }
-  linear(second_jobs);
+  {
+    Stopwatch watch(call.times->products);
+    linear(second_jobs);
+  }
   round_to(activation, down.data(), slots * out_width);
   Buffer y(m * out_width);
   combine_experts(groups, down.data(), out_width, y.data(), out_width, m, activation);
-  if (mixer.latent_out) y = project(*mixer.latent_out, y.data(), m);
+  if (mixer.latent_out) y = project(*mixer.latent_out, y.data(), call);
   if (mixer.shared) {
     const int64_t hidden = mixer.shared->down.weight.rows;
-    Buffer shared = mlp(*mixer.shared, x, m);
+    Buffer shared = mlp(*mixer.shared, x, call);
     if (mixer.shared_gate) {
-      Buffer open = project(*mixer.shared_gate, x, m);
+      Buffer open = project(*mixer.shared_gate, x, call);
       activate(Activation::sigmoid, open.data(), 1, nullptr, open.data(), 1, m, 1, activation);
       add_row_scaled(y.data(), hidden, shared.data(), hidden, open.data(), m, hidden, activation);
     } else {
@@ -605,6 +645,9 @@ Hidden Model::forward(const Batch& batch, StateSet& states, AdvanceMode mode,
   call.lengths = batch.lengths;
   call.mode = mode;
   call.form = states.form();
+  ForwardTimes times;
+  call.times = &times;
+  const auto started = std::chrono::steady_clock::now();
   if (static_cast<int>(batch.lengths.size()) != states.rows()) {
     throw std::invalid_argument("forward: " + std::to_string(batch.lengths.size()) +
                                 " row lengths, expected one a state row (" +
@@ -671,9 +714,8 @@ Hidden Model::forward(const Batch& batch, StateSet& states, AdvanceMode mode,
         if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
           return self.attend(*attention, slot.caches, call, x);
         }
-        if (const auto* mlp = std::get_if<MlpSpec>(&branch.mixer))
-          return self.mlp(*mlp, x, call.tokens);
-        return self.moe(std::get<MoeSpec>(branch.mixer), x, call.tokens);
+        if (const auto* mlp = std::get_if<MlpSpec>(&branch.mixer)) return self.mlp(*mlp, x, call);
+        return self.moe(std::get<MoeSpec>(branch.mixer), x, call);
       };
       auto output = std::make_unique<Buffer>(run());
       if (branch.out_multiplier != 1.0f) {
@@ -698,6 +740,13 @@ Hidden Model::forward(const Batch& batch, StateSet& states, AdvanceMode mode,
   result.hidden = spec.hidden;
   rms_norm(self.norm_of(spec.final_norm, 0), residual.data(), hidden, nullptr, 0,
            result.values.data(), hidden, call.tokens, hidden);
+  const double total =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  states.times_.products += times.products;
+  states.times_.attention += times.attention;
+  states.times_.state += times.state;
+  states.times_.convolution += times.convolution;
+  states.times_.other += total - times.products - times.attention - times.state - times.convolution;
   for (size_t r = 0; r < batch.lengths.size(); ++r) {
     if (mode == AdvanceMode::verify) {
       states.uncommitted_[r] = batch.lengths[r];

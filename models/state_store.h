@@ -123,6 +123,16 @@ class StateStore {
   std::vector<Row> rows_;
 };
 
+/// Seconds that forward calls spent, by kind of work. `state` holds the replay with its encodings;
+/// `other` everything else (norms, activations, routing, copies).
+struct ForwardTimes {
+  double products = 0;
+  double attention = 0;
+  double state = 0;
+  double convolution = 0;
+  double other = 0;
+};
+
 /// The state of all rows of a model.
 class StateSet {
  public:
@@ -153,6 +163,9 @@ class StateSet {
   size_t checkpoint_bytes(int r) const;
   size_t cache_bytes() const;
 
+  /// Time of all forward calls so far.
+  const ForwardTimes& times() const { return times_; }
+
   /// Sums over row 0's tokens of each head's decay 2^g, recurrent layers in block order:
   /// [layers][heads].
   std::vector<std::vector<double>> decay_sums() const;
@@ -170,6 +183,7 @@ class StateSet {
   KernelForm form_;
   std::vector<int64_t> positions_;
   std::vector<int> uncommitted_;
+  ForwardTimes times_;
   std::vector<std::vector<Slot>> slots_;  // [block][branch]
 };
 

@@ -1,0 +1,348 @@
+#include "harness/bench.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <thread>
+
+#include "datasets/token_stream.h"
+#include "harness/metrics.h"
+#include "kernels/attention.h"
+#include "kernels/mamba2_timing.h"
+#include "models/state_store.h"
+#include "models/torch_dense.h"
+#include "quant/random.h"
+
+namespace replayeval {
+namespace {
+
+double seconds_of(const std::function<void()>& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+/// Shortest of several timings after one warm-up; repeated until `budget` seconds are spent.
+double best_seconds(const std::function<void()>& work, double budget = 0.6, int least = 3) {
+  work();
+  double best = INFINITY, spent = 0;
+  for (int i = 0; i < least || spent < budget; ++i) {
+    const double t = seconds_of(work);
+    best = std::min(best, t);
+    spent += t;
+    if (i > 200) break;
+  }
+  return best;
+}
+
+/// Reproducible values, close to normal (sum of four uniform ones), standard deviation 1.
+std::vector<float> random_values(size_t count, uint32_t seed) {
+  std::vector<float> values(count);
+  uint64_t x = seed * 0x9E3779B97F4A7C15ull + 1;
+  auto uniform = [&] {
+    x = x * 6364136223846793005ull + 1442695040888963407ull;
+    return static_cast<float>(x >> 40) * 0x1p-24f - 0.5f;
+  };
+  for (float& v : values) v = (uniform() + uniform() + uniform() + uniform()) * 1.7320508f;
+  return values;
+}
+
+void print_formats() {
+  // One direction: bytes copied a second, 64 MiB, one thread.
+  constexpr size_t kBytes = size_t{64} << 20;
+  std::vector<char> source(kBytes, 1), target(kBytes);
+  const double copy = static_cast<double>(kBytes) /
+                      best_seconds([&] { std::memcpy(target.data(), source.data(), kBytes); });
+  std::printf(
+      "Codec: FP32 bytes read (encode) or written (decode) a second over bytes copied a second by "
+      "memcpy (%.1f GB/s), one thread\n",
+      copy * 1e-9);
+  std::printf("%-16s %10s %12s %12s %12s\n", "format", "bits/elt", "encode rtn", "encode sr",
+              "decode");
+  const StateShape shape{64, 128};
+  constexpr int kHeads = 256;
+  const size_t elements = static_cast<size_t>(shape.elements());
+  const std::vector<float> states = random_values(elements * kHeads, 1);
+  std::vector<float> decoded(elements);
+  for (const BuiltinFormat& builtin : builtin_formats()) {
+    const std::string name(builtin.name);
+    const auto format = find_format(name);
+    const size_t packed = packed_bytes(*format, shape);
+    std::vector<std::byte> codes(packed * kHeads), memory(memory_bytes(*format, shape) + 1);
+    EncodeHealth health;
+    auto encode = [&](Rounding rounding) {
+      for (int h = 0; h < kHeads; ++h) {
+        const float* state = states.data() + static_cast<size_t>(h) * elements;
+        const RandomKey key{1, 2, 3, static_cast<uint32_t>(h), 4, StateRole::recurrence};
+        encode_head({format, rounding}, shape, state, key, 4.0f,
+                    codes.data() + static_cast<size_t>(h) * packed, memory.data(), &health);
+      }
+    };
+    const double bytes = static_cast<double>(elements) * kHeads * sizeof(float);
+    const double rtn = bytes / best_seconds([&] { encode(Rounding::nearest_even); }, 0.2) / copy;
+    const double sr = bytes / best_seconds([&] { encode(Rounding::stochastic); }, 0.2) / copy;
+    const double read =
+        bytes /
+        best_seconds(
+            [&] {
+              for (int h = 0; h < kHeads; ++h) {
+                decode_head(*format, shape, codes.data() + static_cast<size_t>(h) * packed,
+                            decoded.data());
+              }
+            },
+            0.2) /
+        copy;
+    std::printf("%-16s %10.4g %11.0f%% %11.0f%% %11.0f%%\n", name.c_str(),
+                8.0 * static_cast<double>(packed) / static_cast<double>(elements), 100 * rtn,
+                100 * sr, 100 * read);
+  }
+  std::printf("\n");
+}
+
+/// Operations a second of LibTorch's FP32 product, its best at 512^3: the yardstick of every rate
+/// here.
+double sgemm_rate() {
+  constexpr int64_t n = 512;
+  const std::vector<float> a = random_values(n * n, 3), b = random_values(n * n, 4);
+  std::vector<float> c(n * n);
+  const WeightView w{b.data(), WeightType::fp32, n, n, n};
+  return 2.0 * n * n * n /
+         best_seconds([&] { torch_linear(a.data(), n, n, w, nullptr, c.data(), n, false); });
+}
+
+double attention_rate(int64_t context, int heads, int kv_heads, int head_dim, int64_t chunk) {
+  KvCache cache(kv_heads, head_dim, KvType::fp32);
+  const int64_t kv_width = int64_t{kv_heads} * head_dim, width = int64_t{heads} * head_dim;
+  const std::vector<float> k = random_values(static_cast<size_t>(context * kv_width), 5);
+  const std::vector<float> v = random_values(k.size(), 6);
+  const std::vector<float> q = random_values(static_cast<size_t>(chunk * width), 7);
+  std::vector<float> out(q.size());
+  cache.append(k.data(), kv_width, v.data(), kv_width, context);
+  const int64_t position = context - chunk;
+  const AttentionRow row{&cache, position, chunk, q.data(), width, out.data(), width};
+  const double scale = 1 / std::sqrt(static_cast<double>(head_dim));
+  double keys = 0;
+  for (int64_t t = 0; t < chunk; ++t) keys += static_cast<double>(position + t + 1);
+  return 4.0 * head_dim * heads * keys / best_seconds([&] {
+           attention({&row, 1}, heads, static_cast<float>(scale));
+         });
+}
+
+Mamba2Workload scan_workload(int window, int tokens_per_call, const char* format) {
+  Mamba2Workload work;
+  work.layer.heads = 8;
+  work.layer.groups = 1;
+  work.layer.head_dim = 64;
+  work.layer.state_dim = 128;
+  work.rows = 8;
+  work.tokens = 256;
+  work.tokens_per_call = tokens_per_call;
+  work.plan.recurrence = {find_format(format), Rounding::nearest_even};
+  work.plan.window = window;
+  return work;
+}
+
+void print_kernels() {
+  const double sgemm = sgemm_rate();
+  std::printf(
+      "Kernels: operations a second over LibTorch's SGEMM at 512^3 (%.0f GFLOP/s here, now)\n",
+      sgemm * 1e-9);
+  struct Shape {
+    const char* what;
+    int64_t m, n, k;
+  };
+  for (const Shape& s : {Shape{"product 512 x 512 x 512", 512, 512, 512},
+                         Shape{"in_proj of mini-mamba2, 8 rows x 256", 2048, 1288, 256},
+                         Shape{"MLP up of mini-mamba2, 8 rows x 256", 2048, 768, 256},
+                         Shape{"MLP down, 8 rows x 256", 2048, 256, 768},
+                         Shape{"LM head of mini-mamba2, 512 positions", 512, 4096, 256},
+                         Shape{"product 512 x 2560 x 2560", 512, 2560, 2560},
+                         Shape{"one token, 2560 x 2560", 1, 2560, 2560}}) {
+    const std::vector<float> x = random_values(static_cast<size_t>(s.m * s.k), 8),
+                             w = random_values(static_cast<size_t>(s.n * s.k), 9);
+    std::vector<float> y(static_cast<size_t>(s.m * s.n));
+    const WeightView view{w.data(), WeightType::fp32, s.n, s.k, s.k};
+    const double operations =
+        2.0 * static_cast<double>(s.m) * static_cast<double>(s.n) * static_cast<double>(s.k);
+    const double ours = operations / best_seconds([&] {
+                          linear(x.data(), s.m, s.k, view, nullptr, y.data(), s.n);
+                        });
+    const double theirs = operations / best_seconds([&] {
+                            torch_linear(x.data(), s.m, s.k, view, nullptr, y.data(), s.n, false);
+                          });
+    std::printf("  %-40s invariant %4.0f%%   LibTorch at this shape %4.0f%%\n", s.what,
+                100 * ours / sgemm, 100 * theirs / sgemm);
+  }
+  for (const auto& [context, dim] : {std::pair<int64_t, int>{4096, 64}, {8192, 64}, {8192, 128}}) {
+    std::printf("  attention, 4 heads of %-3d at %-5lld            %4.0f%%   (causal operations)\n",
+                dim, static_cast<long long>(context),
+                100 * attention_rate(context, 4, 2, dim, 512) / sgemm);
+  }
+  const KernelTiming window = time_mamba2(scan_workload(16, 256, "fp32"));
+  const KernelTiming single = time_mamba2(scan_workload(16, 1, "fp32"));
+  const KernelTiming eager = time_mamba2(scan_workload(1, 256, "fp32"));
+  std::printf(
+      "  Mamba-2 scan, FP32 rows, L = 16               %4.0f%%   (operations of the window form)\n",
+      100 * window.operations / window.seconds / sgemm);
+  std::printf("  ... over one token a call                     %4.1f x tokens/s\n",
+              single.seconds / window.seconds);
+  std::printf("  ... over L = 1                                %4.1f x tokens/s\n\n",
+              eager.seconds / window.seconds);
+}
+
+struct JobTimes {
+  ForwardTimes forward;
+  double head = 0;     // LM head products
+  double metrics = 0;  // KL, NLL, top-1
+  double total = 0;
+
+  double dense() const { return forward.products + forward.attention + head; }
+};
+
+JobTimes time_job(const Model& model, const Document& document,
+                  const std::vector<std::string>& names, int64_t tokens, int chunk) {
+  StateOptions defaults;
+  defaults.seed = 1;
+  const StatePrecision baseline = parse_state_precision("fp32", defaults);
+  std::vector<RowSpec> rows{{baseline, document.stream, 0, 0}};
+  for (const std::string& name : names)
+    rows.push_back({parse_state_precision(name, defaults), document.stream, 0, 0});
+  StateSet states(model.spec(), model.options().compute, rows, baseline, KernelForm::fast);
+  JobTimes times;
+  times.total = seconds_of([&] {
+    for (int64_t first = 0; first < tokens; first += chunk) {
+      const int count = static_cast<int>(std::min<int64_t>(chunk, tokens - first));
+      std::vector<int32_t> batch, targets(static_cast<size_t>(count), -1);
+      for (size_t r = 0; r < rows.size(); ++r) {
+        batch.insert(batch.end(), document.tokens.begin() + first,
+                     document.tokens.begin() + first + count);
+      }
+      const Hidden hidden = model.forward({batch, std::vector<int>(rows.size(), count)}, states);
+      MeasureTimes measured;
+      measure(model, hidden, static_cast<int>(rows.size()), count, targets, int64_t{64} << 20,
+              &measured);
+      times.head += measured.head;
+      times.metrics += measured.metrics;
+    }
+  });
+  times.forward = states.times();
+  return times;
+}
+
+Document load_document(const BenchOptions& options, int64_t tokens) {
+  const auto tokenizer = load_tokenizer(options.model);
+  DataSource source;
+  source.kind = std::filesystem::exists(options.data / "metadata.csv") ? DataSource::Kind::kPg19
+                                                                       : DataSource::Kind::kText;
+  source.path = options.data;
+  source.documents = 1;
+  source.join = true;
+  source.documents.reset();
+  source.tokens = tokens;
+  return load_documents(source, *tokenizer).documents.at(0);
+}
+
+void print_share(const char* what, double seconds, double total) {
+  std::printf("  %-44s %5.1f%%\n", what, 100 * seconds / total);
+}
+
+void print_job(const BenchOptions& options) {
+  const Model model(Checkpoint::open(options.model), {});
+  std::vector<std::string> names = options.states;
+  if (names.empty())
+    names = {"fp32@L=1",     "fp16+sr",    "fp8+sr",       "nvfp4+sr",
+             "nvfp4+sr@L=1", "fp32/nvfp4", "fp16+sr/nvfp4"};
+  const Document document = load_document(options, options.tokens);
+  const auto eager = [](const std::string& name) {
+    return parse_state_precision(name, {}).options.window == 1;
+  };
+  std::vector<std::string> windowed;
+  for (const std::string& name : names) {
+    if (!eager(name)) windowed.push_back(name);
+  }
+  const JobTimes all = time_job(model, document, names, options.tokens, 256);
+  std::printf("Job: %lld tokens of %s, %zu states and the FP32 row: %.0f tokens/s\n",
+              static_cast<long long>(options.tokens), options.data.string().c_str(), names.size(),
+              static_cast<double>(options.tokens) / all.total);
+  const JobTimes times = windowed.size() == names.size()
+                             ? all
+                             : time_job(model, document, windowed, options.tokens, 256);
+  std::printf("Shares without the L = 1 rows (%zu states):\n", windowed.size());
+  print_share("matrix products and LM head", times.forward.products + times.head, times.total);
+  print_share("attention", times.forward.attention, times.total);
+  print_share("state replay with encoding", times.forward.state, times.total);
+  print_share("convolution", times.forward.convolution, times.total);
+  print_share("KL, NLL, top-1", times.metrics, times.total);
+  print_share("norms, activations, copies", times.forward.other, times.total);
+  print_share("everything but products and attention", times.total - times.dense(), times.total);
+  if (windowed.size() != names.size()) {
+    std::printf("  the L = 1 rows' states take %.1f x the time of the other rows' states\n",
+                (all.forward.state - times.forward.state) / times.forward.state);
+  }
+  std::printf("\n");
+}
+
+void print_growth(const BenchOptions& options) {
+  const Model model(Checkpoint::open(options.model), {});
+  const Document document = load_document(options, options.longest);
+  std::printf("Growth: FP32 row alone; the last column counts operations from the shapes\n");
+  std::printf("%10s %26s %30s\n", "tokens", "time without attention",
+              "attention rate, operations/s");
+  double first_rate = 0, first_time = 0;
+  for (int64_t tokens = 4096; tokens <= options.longest; tokens *= 2) {
+    JobTimes best;
+    best.total = INFINITY;
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      const JobTimes times = time_job(model, document, {}, tokens, 256);
+      if (times.total < best.total) best = times;
+    }
+    double operations = 0;
+    for (const Block& block : model.spec().blocks) {
+      for (const Branch& branch : block.branches) {
+        if (const auto* a = std::get_if<AttentionSpec>(&branch.mixer)) {
+          operations += 2.0 * a->head_dim * a->heads * static_cast<double>(tokens) *
+                        static_cast<double>(tokens + 1);
+        }
+      }
+    }
+    const double rest = (best.total - best.forward.attention) / static_cast<double>(tokens);
+    const double rate = operations / best.forward.attention;
+    if (first_time == 0) {
+      first_time = rest;
+      first_rate = rate;
+    }
+    std::printf("%10lld %18.3f x a token %22.3f x that of 4,096\n", static_cast<long long>(tokens),
+                rest / first_time, rate / first_rate);
+  }
+  std::printf("\n");
+}
+
+}  // namespace
+
+int run_bench(const BenchOptions& options) {
+  const std::vector<std::string> known = {"all", "formats", "kernels", "job", "growth"};
+  if (std::find(known.begin(), known.end(), options.what) == known.end()) {
+    throw std::invalid_argument("bench: expected formats, kernels, job, growth or all, got '" +
+                                options.what + "'");
+  }
+  const int threads = options.threads > 0
+                          ? options.threads
+                          : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  omp_set_num_threads(threads);
+  set_torch_threads(threads);
+  std::printf("%d threads\n\n", threads);
+  const bool all = options.what == "all";
+  if (all || options.what == "formats") print_formats();
+  if (all || options.what == "kernels") print_kernels();
+  if (all || options.what == "job") print_job(options);
+  if (all || options.what == "growth") print_growth(options);
+  return 0;
+}
+
+}  // namespace replayeval
