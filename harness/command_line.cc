@@ -16,10 +16,13 @@
 #include "harness/experiment.h"
 #include "harness/metrics.h"
 #include "harness/progress.h"
+#include "harness/show_format.h"
 #include "harness/teacher_forced.h"
 #include "models/hub.h"
 #include "quant/quantize.h"
 #include "quant/state_format.h"
+#include "reports/compare.h"
+#include "reports/files.h"
 #include "reports/run_folder.h"
 #include "reports/statistics.h"
 #include "reports/tables.h"
@@ -106,18 +109,63 @@ void refresh_report(const fs::path& path) {
   }
 }
 
+Report read_run(const std::string& run) {
+  refresh_report(run);
+  return load_report(run);
+}
+
 int show(const std::vector<std::string>& runs, ShowAs as) {
-  for (size_t r = 0; r < runs.size(); ++r) {
-    refresh_report(runs[r]);
-    const Report report = load_report(runs[r]);
-    const KlStatistics statistics = kl_statistics(report);
-    const std::string text = as == ShowAs::csv    ? kl_csv(report, statistics)
-                             : as == ShowAs::json ? kl_json(report, statistics)
-                                                  : kl_text(report, statistics);
-    std::printf("%s%s", r > 0 && as == ShowAs::text ? "\n" : "", text.c_str());
-    if (!text.ends_with('\n')) std::printf("\n");
-  }
+  std::vector<Report> reports;
+  for (const std::string& run : runs) reports.push_back(read_run(run));
+  const Report report = reports.size() == 1 ? std::move(reports[0]) : merge_reports(reports);
+  const KlStatistics statistics = kl_statistics(report);
+  const std::string text = as == ShowAs::csv    ? kl_csv(report, statistics)
+                           : as == ShowAs::json ? kl_json(report, statistics)
+                                                : kl_text(report, statistics);
+  std::printf("%s%s", text.c_str(), text.ends_with('\n') ? "" : "\n");
   return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// compare
+// ---------------------------------------------------------------------------------------------------------------
+
+struct CompareArguments {
+  std::string base, candidate, gate, junit, markdown;
+  std::vector<std::string> pairs;
+  CompareOptions options;
+};
+
+int compare_command(CompareArguments arguments) {
+  for (const std::string& pair : arguments.pairs) {
+    // Names of states hold '=' themselves (nvfp4@L=1=fp8@L=1): the one that leaves a state on both
+    // sides of it divides.
+    const Report base = load_report(arguments.base);
+    const Report candidate = load_report(arguments.candidate);
+    bool found = false;
+    for (size_t at = pair.find('='); at != std::string::npos && !found;
+         at = pair.find('=', at + 1)) {
+      const std::string left = pair.substr(0, at);
+      const std::string right = pair.substr(at + 1);
+      if (base.find_state(left) < 0 || candidate.find_state(right) < 0) continue;
+      arguments.options.pairs.emplace_back(left, right);
+      found = true;
+    }
+    if (!found) {
+      reject("--pair " + pair + ": expected A=B with A a state of " + arguments.base +
+             " and B one of " + arguments.candidate);
+    }
+  }
+  std::optional<Gate> gate;
+  if (!arguments.gate.empty()) gate = read_gate(arguments.gate);
+  const Comparison comparison = compare(read_run(arguments.base), read_run(arguments.candidate),
+                                        arguments.options, gate ? &*gate : nullptr);
+  std::printf("%s", comparison_text(comparison).c_str());
+  if (!arguments.junit.empty())
+    replace_file(arguments.junit, as_byte_span(comparison_junit(comparison)));
+  if (!arguments.markdown.empty())
+    replace_file(arguments.markdown, as_byte_span(comparison_markdown(comparison)));
+  return comparison.exit_code();
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -235,7 +283,7 @@ int check_tokenizer_command(const std::string& folder, const std::string& answer
 }
 
 /// Commands of DESIGN.md section 5 that come later.
-constexpr const char* kLater[] = {"report", "compare", "grade", "format", "bench"};
+constexpr const char* kLater[] = {"report", "grade", "bench"};
 
 int parse_and_run(int argc, const char* const* argv) {
   CLI::App app(
@@ -276,6 +324,40 @@ int parse_and_run(int argc, const char* const* argv) {
   show_command->callback([&] {
     result = show(show_runs, show_csv ? ShowAs::csv : show_json ? ShowAs::json : ShowAs::text);
   });
+
+  CompareArguments compare_arguments;
+  CLI::App* compare_app =
+      app.add_subcommand("compare", "differences of two runs, and a gate with an exit code");
+  compare_app->add_option("base", compare_arguments.base, "run folder or report.h5")->required();
+  compare_app->add_option("candidate", compare_arguments.candidate, "run folder or report.h5")
+      ->required();
+  compare_app->add_option("--gate", compare_arguments.gate,
+                          "gate file: limits that the candidate must keep");
+  compare_app
+      ->add_option("--pair", compare_arguments.pairs,
+                   "A=B: compare state A of the base with state B of the candidate (repeatable)")
+      ->allow_extra_args(false);
+  compare_app
+      ->add_option("--allow", compare_arguments.options.allow,
+                   "a field that may differ (repeatable)")
+      ->allow_extra_args(false);
+  compare_app->add_option("--junit", compare_arguments.junit, "also write JUnit XML to this file");
+  compare_app->add_option("--markdown", compare_arguments.markdown,
+                          "also write Markdown to this file");
+  compare_app->callback([&] { result = compare_command(compare_arguments); });
+
+  ShowFormatOptions format_options;
+  CLI::App* format_app = app.add_subcommand("format", "properties and error of a number format");
+  format_app->add_option("format", format_options.format, "built-in name, or a YAML file")
+      ->required();
+  format_app->add_option("--head-dim", format_options.shape.head_dim,
+                         "rows of a head's state, 64 unless given");
+  format_app->add_option("--state-dim", format_options.shape.state_dim,
+                         "columns of a head's state, 128 unless given");
+  format_app->add_option("--seed", format_options.seed,
+                         "of the synthetic data and of stochastic rounding");
+  format_app->add_flag("--json", format_options.json, "as JSON");
+  format_app->callback([&] { result = show_format(format_options); });
 
   std::string list_what;
   CLI::App* list_command = app.add_subcommand("list", "formats, families, tasks, metrics or keys");
@@ -330,9 +412,18 @@ int parse_and_run(int argc, const char* const* argv) {
   check_quant_app->add_option("file", quant_file, "HDF5 file of vectors")->required();
   check_quant_app->callback([&] { result = check_quant(quant_file); });
 
-  if (argc > 1 && std::ranges::find(kLater, std::string_view(argv[1])) != std::end(kLater)) {
-    reject(std::string(argv[1]) +
-           ": not available in this version; `replayeval --help` lists the commands");
+  if (argc > 1 && argv[1][0] != '-') {
+    const std::string command = argv[1];
+    if (std::ranges::find(kLater, command) != std::end(kLater)) {
+      reject(command + ": not available in this version; `replayeval --help` lists the commands");
+    }
+    std::string known;
+    bool found = false;
+    for (const CLI::App* subcommand : app.get_subcommands([](CLI::App*) { return true; })) {
+      known += " " + subcommand->get_name();
+      found |= subcommand->get_name() == command;
+    }
+    if (!found) reject("unknown command '" + command + "'; known:" + known);
   }
   try {
     app.parse(argc, argv);

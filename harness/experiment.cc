@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "models/hub.h"
+#include "quant/format_file.h"
 
 namespace replayeval {
 namespace {
@@ -228,7 +229,11 @@ void read_formats(Experiment& e, const Entry& entry) {
       reject_at(entry, item.second, name + ": expected a file, got " + describe(item.second));
     }
     const fs::path file = expand_home(item.second.Scalar());
-    reject_at(entry, item.second, name + ": formats from files are not available in this version");
+    try {
+      e.formats[name] = load_format_file(file, name);
+    } catch (const std::invalid_argument& error) {
+      reject_at(entry, item.second, name + ": " + error.what());
+    }
     e.format_files.emplace_back(name, file);
   }
 }

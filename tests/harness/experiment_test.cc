@@ -172,12 +172,11 @@ TEST_CASE("the resolved text reads back as the same experiment") {
   const Folder folder;
   const std::string odd = folder / "a folder, with: odd #name";
   fs::create_directories(odd);
-  folder.write("mine.yaml",
-               "element: {exponent: 3, mantissa: 2, bias: 3}\nblock: {axis: state_dim, size: 32, "
-               "scale: e8m0}\n");
   for (const std::vector<std::string>& settings : std::vector<std::vector<std::string>>{
            {},
            {"seeds=3", "states=[nvfp4+sr, fp16+sr/nvfp4, fp32/nvfp4, \"fp8@layers=0,2\"]"},
+           {"formats={mine: " + std::string(REPLAYEVAL_SOURCE_DIR) + "/formats/e3m2_block32.yaml}",
+            "states=[fp16+sr/mine, mine+sr]"},
            {"data.documents=[1, 2]", "data.join=true", "data.tokens=all", "out=\"" + odd + "\""},
            {"data.kind=text", "data.path=\"" + odd + "\"", "window=4", "baseline=fp32@L=1",
             "out=\"@out\""}}) {
@@ -385,6 +384,27 @@ TEST_CASE("--set overrides the file") {
   CHECK(error_of(file, {"include=x"}).starts_with("--set include: "));
 }
 
+TEST_CASE("formats from files are used by name, and their mistakes are placed") {
+  const Folder folder;
+  const std::string good = folder.write(
+      "good.yaml", "element: {exponent: 3, mantissa: 2}\nscale: {format: e8m0, block: 32}\n");
+  const std::string bad = folder.write("bad.yaml", "element: {values: [1, 0]}\n");
+  const std::string file = folder.write("a.yaml", minimal());
+  const Experiment e = load_experiment(
+      file, std::vector<std::string>{"formats={mine: " + good + "}", "states=[fp16+sr/mine]"});
+  REQUIRE(e.states.size() == 1);
+  CHECK(e.states[0].name == "fp16+sr/mine");
+  CHECK(e.states[0].read->format->descriptor.block_columns == 32);
+  const std::string error = error_of(file, {"formats={mine: " + bad + "}"});
+  CHECK(error.starts_with("--set formats: formats: mine: " + bad + ":1"));
+  CHECK(error_of(file, {"formats={mine: " + (folder / "none.yaml") + "}"})
+            .find(folder / "none.yaml") != std::string::npos);
+  // Two names of one definition are one state.
+  CHECK(
+      error_of(file, {"formats={mine: " + good + ", yours: " + good + "}", "states=[mine, yours]"})
+          .find("the same state as 'mine'") != std::string::npos);
+}
+
 TEST_CASE("seeds: one state for each seed where something is random") {
   const Folder folder;
   const std::string file = folder.write("a.yaml", minimal());
@@ -507,7 +527,10 @@ TEST_CASE("exit codes of the command line") {
   CHECK(run_program(folder, {"--help"}).first == 0);
   CHECK(run_program(folder, {}).first == 2);
   CHECK(run_program(folder, {"no-such-command"}).first == 2);
-  CHECK(run_program(folder, {"compare", "a", "b"}).first == 2);
+  CHECK(run_program(folder, {"bench", "kl"}).first == 2);
+  CHECK(run_program(folder, {"format", "mxfp4"}).first == 0);
+  CHECK(run_program(folder, {"format", "mxfp5"}).first == 2);
+  CHECK(run_program(folder, {"format", "mxfp4", "--state-dim", "48"}).first == 2);
   CHECK(run_program(folder, {"run"}).first == 2);
   const std::string wrong = folder.write("w.yaml", "job: kl\nwindw: 1\n");
   CHECK(run_program(folder, {"run", wrong.c_str()}).first == 2);
