@@ -2,6 +2,7 @@
 // along head_dim, health counts; and the figures of quant/properties.h.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -90,8 +91,21 @@ TEST_CASE("error feedback: what one encoding loses the next ones give back") {
   CHECK(worst <= bound);
   CHECK(bound < kRounds * largest_first / 3);  // and that is far less than without feedback
 
-  // The stochastic residual draws from role + 2, so that it is independent of the state's own bits;
-  // a non-finite error is forgotten.
+  // The residual in memory, behind a count of 16 bytes, is the error's own encoding with the bits
+  // of role + 2.
+  std::fill(memory.begin(), memory.end(), std::byte{0});
+  Result first = round_trip(with, shape, x, Rounding::stochastic, &memory);
+  std::vector<float> error(x.size());
+  for (size_t i = 0; i < x.size(); ++i) error[i] = x[i] - first.decoded[i];
+  std::vector<std::byte> stored(packed_bytes(*with->residual, shape));
+  EncodeHealth ignored;
+  RandomKey key;
+  key.role = static_cast<StateRole>(2);
+  encode_head({with->residual, Rounding::stochastic}, shape, error.data(), key, 0, stored.data(),
+              nullptr, &ignored);
+  CHECK(std::memcmp(stored.data(), memory.data() + 16, stored.size()) == 0);
+
+  // A non-finite error is forgotten.
   x[3] = std::numeric_limits<float>::infinity();
   x[4] = std::nanf("");
   Result r = round_trip(with, shape, x, Rounding::stochastic, &memory);
