@@ -1,9 +1,11 @@
 #include "quant/quantize.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "quant/codec_library.h"
@@ -65,9 +67,12 @@ std::vector<float> divide_columns(StateShape shape, float* x) {
 
 float fixed_scale(const StateFormat& format, const RandomKey& key) {
   if (format.descriptor.span != Span::fixed) return 0;
-  for (const FixedScale& s : format.fixed_scales) {
-    if (s.layer == static_cast<int>(key.layer) && s.head == static_cast<int>(key.head))
-      return s.scale;
+  std::pair<int, int> wanted(static_cast<int>(key.layer), static_cast<int>(key.head));
+  auto found = std::partition_point(
+      format.fixed_scales.begin(), format.fixed_scales.end(),
+      [&](const FixedScale& s) { return std::pair(s.layer, s.head) < wanted; });
+  if (found != format.fixed_scales.end() && std::pair(found->layer, found->head) == wanted) {
+    return found->scale;
   }
   throw std::invalid_argument(format.name + ": no scale for layer " + std::to_string(key.layer) +
                               ", head " + std::to_string(key.head) +

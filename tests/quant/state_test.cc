@@ -97,13 +97,13 @@ TEST_CASE("error feedback: what one encoding loses the next ones give back") {
   Result first = round_trip(with, shape, x, Rounding::stochastic, &memory);
   std::vector<float> error(x.size());
   for (size_t i = 0; i < x.size(); ++i) error[i] = x[i] - first.decoded[i];
-  std::vector<std::byte> stored(packed_bytes(*with->residual, shape));
+  std::vector<std::byte> again(packed_bytes(*with->residual, shape));
   EncodeHealth ignored;
   RandomKey key;
   key.role = static_cast<StateRole>(2);
-  encode_head({with->residual, Rounding::stochastic}, shape, error.data(), key, 0, stored.data(),
+  encode_head({with->residual, Rounding::stochastic}, shape, error.data(), key, 0, again.data(),
               nullptr, &ignored);
-  CHECK(std::memcmp(stored.data(), memory.data() + 16, stored.size()) == 0);
+  CHECK(std::memcmp(again.data(), memory.data() + 16, again.size()) == 0);
 
   // A non-finite error is forgotten.
   x[3] = std::numeric_limits<float>::infinity();
