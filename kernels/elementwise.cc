@@ -101,7 +101,7 @@ void round_to(WeightType type, float* x, int64_t n) {
 
 void round_to_bf16(float* x, int64_t n) { round_to(WeightType::bf16, x, n); }
 
-void exp(const float* x, float* y, int64_t n) {
+void exp_values(const float* x, float* y, int64_t n) {
   const auto function = REPLAYEVAL_SIMD_CALL(exp_values);
   for_rows(n, 1,
            [&](int64_t first, int64_t last) { function(x + first, y + first, last - first); });

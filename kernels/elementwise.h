@@ -86,7 +86,7 @@ void round_to(WeightType type, float* x, int64_t n);
 
 /// y[i] = e^x[i], at most 2 ulp off for results >= 2^-126 (underflow below -87.34 gives 0,
 /// above 88.73 inf; NaN stays).
-void exp(const float* x, float* y, int64_t n);
+void exp_values(const float* x, float* y, int64_t n);
 
 /// inv_freq[i] = theta^(-2i / dims), i < dims / 2, in FP32. dims is even.
 std::vector<float> rotary_inverse_frequencies(double theta, int dims);
