@@ -153,6 +153,11 @@ std::string Progress::mean_kl(int state) const {
 }
 
 void Progress::erase() {
+  if (stop_requested() &&
+      !stop_seen_) {  // the signal's message stands below the status, which stays
+    stop_seen_ = true;
+    lines_ = 0;
+  }
   if (lines_ > 0) std::fprintf(stream_, "\r\x1b[%dA\x1b[J", lines_);
   lines_ = 0;
 }

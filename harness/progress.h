@@ -78,6 +78,7 @@ class Progress {
   Clock::time_point drawn_;
   int lines_ = 0;  // of the status that stands on the terminal
   bool finished_ = false;
+  bool stop_seen_ = false;
   std::deque<std::pair<Clock::time_point, int64_t>> history_;  // time, tokens done by then
 };
 

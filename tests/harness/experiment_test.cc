@@ -527,7 +527,7 @@ TEST_CASE("exit codes of the command line") {
   CHECK(run_program(folder, {"--help"}).first == 0);
   CHECK(run_program(folder, {}).first == 2);
   CHECK(run_program(folder, {"no-such-command"}).first == 2);
-  CHECK(run_program(folder, {"bench", "kl"}).first == 2);
+  CHECK(run_program(folder, {"grade", "run"}).first == 2);
   CHECK(run_program(folder, {"format", "mxfp4"}).first == 0);
   CHECK(run_program(folder, {"format", "mxfp5"}).first == 2);
   CHECK(run_program(folder, {"format", "mxfp4", "--state-dim", "48"}).first == 2);
