@@ -318,7 +318,7 @@ PairedAnswers paired_answers(const Series& a, const Series& b, const std::string
       if (task.empty() || item.task == task) found[{item_key(item), answer.repeat}] = &answer;
     }
     if (found.empty()) {
-      throw std::invalid_argument("gate: limit '" + limit + "': the " + name +
+      throw std::invalid_argument("compare: " + limit + ": the " + name +
                                   " run has no answers of " +
                                   (task.empty() ? "any task" : "task '" + task + "'") +
                                   " by state " + side.state->info.name);
@@ -749,6 +749,17 @@ int Comparison::exit_code() const {
   return code;
 }
 
+std::vector<LimitResult> evaluate_gate(const Gate& gate, const Report& base,
+                                       const Report& candidate, const CompareOptions& options) {
+  const std::vector<Pair> pairs = pair_states(base, candidate, options);
+  std::vector<LimitResult> results;
+  for (const Limit& limit : gate.limits) {
+    results.push_back(evaluate_limit(gate, limit, base, candidate, pairs, options.statistics));
+  }
+  decide(gate, &results);
+  return results;
+}
+
 Comparison compare(const Report& base, const Report& candidate, const CompareOptions& options,
                    const Gate* gate) {
   Comparison out;
@@ -764,10 +775,12 @@ Comparison compare(const Report& base, const Report& candidate, const CompareOpt
   check_items(check, "grading", base, candidate, &ItemInfo::grading);
   for (const StateReport& state : candidate.states) {
     const int other = base.find_state(state.info.name);
-    if (other >= 0 && base.states[static_cast<size_t>(other)].info.sha256 != state.info.sha256) {
-      check.equal("states", base.states[static_cast<size_t>(other)].info.definition,
-                  state.info.definition);
-    }
+    if (other < 0) continue;
+    auto identity = [](const StateInfo& info) {
+      return info.definition + " (sha256 " + info.sha256.substr(0, 12) + ")";
+    };
+    check.equal("states", identity(base.states[static_cast<size_t>(other)].info),
+                identity(state.info));
   }
   check.mention("device", base.run.device, candidate.run.device);
   check.mention("compute", base.run.compute, candidate.run.compute);
@@ -780,11 +793,7 @@ Comparison compare(const Report& base, const Report& candidate, const CompareOpt
   table = answer_table(base, candidate, pairs, options.statistics);
   if (!table.rows.empty()) out.tables.push_back(std::move(table));
   if (gate != nullptr) {
-    for (const Limit& limit : gate->limits) {
-      out.limits.push_back(
-          evaluate_limit(*gate, limit, base, candidate, pairs, options.statistics));
-    }
-    decide(*gate, &out.limits);
+    out.limits = evaluate_gate(*gate, base, candidate, options);
     out.tables.push_back(limits_table(out.limits));
     out.tables.back().notes.push_back(format(
         "alpha %.3g over %zu limit%s (Holm), power %.3g of the least detectable effect; beyond the "

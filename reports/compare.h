@@ -107,6 +107,10 @@ struct Comparison {
 Comparison compare(const Report& base, const Report& candidate, const CompareOptions& options,
                    const Gate* gate);
 
+/// The limits of a gate alone, for runs that compare() accepts.
+std::vector<LimitResult> evaluate_gate(const Gate& gate, const Report& base,
+                                       const Report& candidate, const CompareOptions& options);
+
 /// Everything on a terminal; GitHub-flavoured Markdown; JUnit XML (one test case a limit).
 std::string comparison_text(const Comparison& comparison);
 std::string comparison_markdown(const Comparison& comparison);

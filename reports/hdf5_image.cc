@@ -21,6 +21,7 @@ constexpr std::string_view kChecksumMark = "replayeval-sha256:";
 constexpr size_t kChecksumDigits = 64;
 constexpr hsize_t kChunk = 16384;
 constexpr unsigned kDeflateLevel = 4;
+constexpr size_t kGrowth = size_t{64} << 10;  // bytes by which a file in memory grows
 
 std::recursive_mutex& library_mutex() {
   static std::recursive_mutex mutex;
@@ -160,7 +161,7 @@ Hdf5Writer::Hdf5Writer(std::string file) : file_(std::move(file)) {
   quiet();
   static std::atomic<uint64_t> counter{0};
   Id access(H5Pcreate(H5P_FILE_ACCESS));
-  H5Pset_fapl_core(access, size_t{4} << 20, 0);
+  H5Pset_fapl_core(access, kGrowth, 0);
   H5Pset_fclose_degree(access, H5F_CLOSE_STRONG);
   // The core driver needs a name but no file; it must differ from that of every other open file.
   id_ = H5Fcreate(("replayeval-memory-" + std::to_string(counter++)).c_str(), H5F_ACC_TRUNC,
@@ -290,7 +291,7 @@ Hdf5Reader::Hdf5Reader(std::string file, std::span<const std::byte> bytes)
   quiet();
   static std::atomic<uint64_t> counter{0};
   Id access(H5Pcreate(H5P_FILE_ACCESS));
-  H5Pset_fapl_core(access, size_t{1} << 20, 0);
+  H5Pset_fapl_core(access, kGrowth, 0);
   H5Pset_fclose_degree(access, H5F_CLOSE_STRONG);
   // The library copies the image; it does not write to it.
   H5Pset_file_image(access, const_cast<std::byte*>(bytes.data()), bytes.size());
