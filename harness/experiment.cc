@@ -425,6 +425,43 @@ const KeyRule kKeys[] = {
        return flow_list(e.listed_states, [](const StatePrecision& s) { return scalar(s.name); });
      }},
 
+    {{"sweep.state", "state precision", "",
+      "adds a state for each layer (or head): this one there, the baseline elsewhere", "kl", false,
+      true},
+     [](Experiment& e, const Entry& entry) {
+       StatePrecision state =
+           parse_state_precision(read_text_value(entry.node), e.state_options, e.formats);
+       if (!state.whole_model()) {
+         reject(state.name + ": the sweep selects the layers; expected no layers= or heads=");
+       }
+       e.sweep.state = std::move(state);
+     },
+     [](const Experiment& e) {
+       return e.sweep.state ? scalar(e.sweep.state->name) : std::string();
+     }},
+    {{"sweep.over", "layers | heads", "layers",
+      "a state for each layer, or each head of each layer", "kl", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.sweep.over = read_choice<Sweep::Over>(
+           entry.node, {{"layers", Sweep::Over::layers}, {"heads", Sweep::Over::heads}});
+     },
+     [](const Experiment& e) {
+       return std::string(e.sweep.over == Sweep::Over::layers ? "layers" : "heads");
+     }},
+    {{"sweep.keep", "only | except | both", "only",
+      "the format in that layer alone, everywhere but there, or one state of each", "kl", false,
+      true},
+     [](Experiment& e, const Entry& entry) {
+       e.sweep.keep = read_choice<Sweep::Keep>(entry.node, {{"only", Sweep::Keep::only},
+                                                            {"except", Sweep::Keep::except},
+                                                            {"both", Sweep::Keep::both}});
+     },
+     [](const Experiment& e) {
+       return std::string(e.sweep.keep == Sweep::Keep::only     ? "only"
+                          : e.sweep.keep == Sweep::Keep::except ? "except"
+                                                                : "both");
+     }},
+
     {{"device", "cpu | cuda", "cpu", "where the model runs", "all", false, true},
      [](Experiment& e, const Entry& entry) {
        e.device = read_choice<std::string>(entry.node, {{"cpu", "cpu"}, {"cuda", "cuda"}});
@@ -494,8 +531,21 @@ const KeyRule kKeys[] = {
      [](Experiment& e, const Entry& entry) { e.out = expand_home(read_text_value(entry.node)); },
      [](const Experiment& e) { return scalar(e.out.string()); }},
 
-    UNAVAILABLE("dump_states", "true | false", "false",
-                "write the states of all layers and heads to the run folder", "all"),
+    {{"dump_states", "list of positions", "[]",
+      "write the FP32 row's states, with the records of the window before, after these positions",
+      "kl", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.dump_states.clear();
+       if (entry.node.IsSequence() && entry.node.size() == 0) return;
+       for (const YAML::Node& item : items_of(entry.node)) {
+         e.dump_states.push_back(read_integer<int64_t>(item, 0));
+       }
+       std::ranges::sort(e.dump_states);
+     },
+     [](const Experiment& e) {
+       return flow_list(e.dump_states, [](int64_t p) { return std::to_string(p); });
+     }},
+
     UNAVAILABLE("snapshot_tokens", "integer", "0",
                 "save the state every this many tokens, to resume inside a document; 0: never",
                 "kl"),
@@ -681,6 +731,20 @@ void check_together(const Experiment& e, const KeyCollector& keys) {
     complain("prompt_tokens", "expected less than data.tokens (" + std::to_string(*e.data.tokens) +
                                   "), got " + std::to_string(e.prompt_tokens) +
                                   "; nothing would be left to compare");
+  }
+  for (int64_t position : e.dump_states) {
+    if ((position + 1 - e.prompt_tokens) % e.baseline.options.window != 0 ||
+        position < e.prompt_tokens) {
+      complain("dump_states", "position " + std::to_string(position) +
+                                  " is not the last one of a window of the baseline; expected L k "
+                                  "- 1 after the prompt, L = " +
+                                  std::to_string(e.baseline.options.window));
+    }
+  }
+  if (e.state_error_every > 0 && e.state_error_every % e.baseline.options.window != 0) {
+    complain("state_error_every", "expected a multiple of the baseline's window, " +
+                                      std::to_string(e.baseline.options.window) + ", got " +
+                                      std::to_string(e.state_error_every));
   }
   if (e.prefill_chunk > 0 && e.prompt_tokens == 0) {
     complain("prefill_chunk", "got " + std::to_string(e.prefill_chunk) +

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -33,6 +34,17 @@ struct ExperimentKey {
 /// All keys, in the order of the resolved text.
 std::span<const ExperimentKey> experiment_keys();
 
+/// `sweep:`: one state for each layer (or each head of each layer) with recurrent state, which has
+/// `state` there alone (only), everywhere but there (except), or one of each (both). Layers are
+/// known once the model's config is read (expand_sweep, harness/sweep.h).
+struct Sweep {
+  enum class Over : uint8_t { layers, heads };
+  enum class Keep : uint8_t { only, except, both };
+  std::optional<StatePrecision> state;  // none: no sweep
+  Over over = Over::layers;
+  Keep keep = Keep::only;
+};
+
 /// A resolved experiment. Defaults of the members are those of the table, set by load_experiment.
 struct Experiment {
   std::filesystem::path file;
@@ -50,6 +62,8 @@ struct Experiment {
   StatePrecision baseline;
   std::vector<StatePrecision> listed_states;  // as written
   std::vector<StatePrecision> states;         // with one state for each of the seeds
+  Sweep sweep;
+  std::vector<int64_t> dump_states;  // positions whose states are written, ascending
   std::string device;
   ComputeType compute = ComputeType::fp32;
   DenseMode dense = DenseMode::invariant;

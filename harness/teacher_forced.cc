@@ -15,11 +15,14 @@
 
 #include "base/hash.h"
 #include "harness/build_info.h"
+#include "harness/dump_states.h"
 #include "harness/metrics.h"
 #include "harness/progress.h"
+#include "harness/sweep.h"
 #include "models/state_store.h"
 #include "models/torch_dense.h"
 #include "reports/run_folder.h"
+#include "reports/state_dump.h"
 
 namespace replayeval {
 namespace {
@@ -295,6 +298,9 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
       health_[static_cast<size_t>(r)].push_back(store->health(r));
   }
   decay_.clear();
+  if (!experiment_.dump_states.empty()) {
+    for (StateStore* store : states.stores()) store->set_trace(experiment_.baseline.options.window);
+  }
   std::vector<PositionFigures> figures(static_cast<size_t>(row_count));
   std::vector<StateSpan> samples(static_cast<size_t>(row_count));
   double nll_sum = 0;
@@ -303,6 +309,9 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
     int64_t end = std::min({length, first + chunk_tokens(experiment_), span_first + kUnitTokens});
     if (const int64_t every = experiment_.state_error_every; every > 0)
       end = std::min(end, (first / every + 1) * every);
+    for (int64_t position : experiment_.dump_states) {
+      if (position >= first) end = std::min(end, position + 1);
+    }
     const int count = static_cast<int>(end - first);
     std::vector<int32_t> tokens;
     for (int r = 0; r < row_count; ++r) {
@@ -337,6 +346,13 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
                     nll_sum / static_cast<double>(nll_count),
                     std::log(static_cast<double>(model_.spec().vocabulary)) / 2);
       progress_->note(text);
+    }
+    if (std::binary_search(experiment_.dump_states.begin(), experiment_.dump_states.end(),
+                           end - 1)) {
+      const std::string name = "document-" + std::to_string(item.document) + "-position-" +
+                               std::to_string(end - 1) + ".h5";
+      write_state_dump(make_state_dump(model_, states, document.id, end - 1),
+                       folder_.path() / "dumps" / name);
     }
     if (const int64_t every = experiment_.state_error_every; every > 0 && end % every == 0) {
       sample_errors(item, states, end - 1, samples);
@@ -554,7 +570,8 @@ MemoryPlan plan_memory(const Experiment& experiment, const ModelSpec& model,
   return plan;
 }
 
-int run_teacher_forced(const Experiment& experiment, const RunOptions& options) {
+int run_teacher_forced(const Experiment& requested, const RunOptions& options) {
+  Experiment experiment = requested;
   const int threads = experiment.threads > 0
                           ? experiment.threads
                           : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
@@ -572,6 +589,10 @@ int run_teacher_forced(const Experiment& experiment, const RunOptions& options) 
                                 ": tokenizer: " + std::to_string(tokenizer->vocabulary_size()) +
                                 " tokens, more than the model's vocabulary of " +
                                 std::to_string(model.spec().vocabulary));
+  }
+  for (StatePrecision& precision :
+       expand_sweep(experiment.sweep, model.spec(), experiment.state_options)) {
+    experiment.states.push_back(std::move(precision));
   }
   for (const StatePrecision& precision : experiment.states)
     check_selections(precision, model.spec());

@@ -135,6 +135,15 @@ constexpr OptionRule kOptions[] = {
      [](const StatePrecision& p, const StateOptions&) {
        return p.heads.all() ? std::string() : p.heads.text();
      }},
+    {"else",
+     [](StatePrecision& p, std::string_view v) {
+       auto outside = std::make_shared<StatePrecision>();
+       outside->name = v;  // parsed once all options are known
+       p.outside = std::move(outside);
+     },
+     [](const StatePrecision& p, const StateOptions&) {
+       return p.outside ? p.outside->name : std::string();
+     }},
     {"seed",
      [](StatePrecision& p, std::string_view v) {
        const auto seed = parse_integer<uint64_t>(v);
@@ -288,6 +297,18 @@ StatePrecision parse(std::string_view text, const StateOptions& defaults,
       })) {
     precision.overflow_to_infinity = false;
   }
+  if (precision.outside) {
+    if (precision.whole_model()) {
+      reject("else: needs a selection; expected layers= or heads= beside it");
+    }
+    if (precision.outside->name.find('@') != std::string::npos) {
+      reject("else: expected formats alone (its options are those of the whole state), got '" +
+             precision.outside->name + "'");
+    }
+    auto outside = std::make_shared<StatePrecision>(
+        parse(precision.outside->name, precision.options, formats));
+    precision.outside = std::move(outside);
+  }
   if (precision.seed_in_name && !precision.stochastic()) {
     reject("seed: nothing is rounded stochastically here; expected a format with '+sr'");
   }
@@ -342,7 +363,7 @@ IndexSelection parse_index_selection(std::string_view text) {
 
 bool StatePrecision::stochastic() const {
   return recurrence.rounding == Rounding::stochastic ||
-         (read && read->rounding == Rounding::stochastic);
+         (read && read->rounding == Rounding::stochastic) || (outside && outside->stochastic());
 }
 
 StatePrecision parse_state_precision(std::string_view text, const StateOptions& defaults,
@@ -359,6 +380,20 @@ StatePrecision with_seed(const StatePrecision& precision, uint64_t seed,
   StatePrecision result = precision;
   result.options.seed = seed;
   result.seed_in_name = true;
+  if (result.outside) {
+    auto outside = std::make_shared<StatePrecision>(*result.outside);
+    outside->options.seed = seed;
+    result.outside = std::move(outside);
+  }
+  result.name = spell(result, defaults);
+  return result;
+}
+
+StatePrecision with_selection(const StatePrecision& precision, const IndexSelection& layers,
+                              const IndexSelection& heads, const StateOptions& defaults) {
+  StatePrecision result = precision;
+  result.layers = layers;
+  result.heads = heads;
   result.name = spell(result, defaults);
   return result;
 }
@@ -409,7 +444,10 @@ std::string state_definition(const StatePrecision& precision, const StatePrecisi
   line("heads", precision.heads.text());
   if (!baseline.whole_model())
     throw std::logic_error("state precision: a baseline with a selection");
-  if (!precision.whole_model()) text += "outside:\n" + state_definition(baseline, baseline);
+  if (!precision.whole_model()) {
+    const StatePrecision& outside = precision.outside ? *precision.outside : baseline;
+    text += "outside:\n" + state_definition(outside, outside);
+  }
   return text;
 }
 

@@ -65,7 +65,8 @@ struct StatePrecision {
   std::optional<ScaleRounding> scale_rounding;
   bool overflow_to_infinity = false;
   bool seed_in_name = false;
-  IndexSelection layers, heads;  // outside of them the baseline's precision holds
+  IndexSelection layers, heads;  // outside of them `outside` holds, or the baseline
+  std::shared_ptr<const StatePrecision> outside;  // `else=`: same options, no selection
 
   bool stochastic() const;
   bool whole_model() const { return layers.all() && heads.all(); }
@@ -80,6 +81,10 @@ StatePrecision parse_state_precision(std::string_view text, const StateOptions& 
 /// The same precision drawing its random bits from `seed`, which its name then carries (`@seed=`).
 StatePrecision with_seed(const StatePrecision& precision, uint64_t seed,
                          const StateOptions& defaults);
+
+/// The same precision on these layers and heads only.
+StatePrecision with_selection(const StatePrecision& precision, const IndexSelection& layers,
+                              const IndexSelection& heads, const StateOptions& defaults);
 
 /// Name of a codec as spelled: the format's name, "+sr" when stochastic.
 std::string codec_name(const StateCodec& codec);

@@ -41,15 +41,16 @@ void StateStore::reset(int r, const RowSpec& spec) {
   row.spec = spec;
   const size_t heads = static_cast<size_t>(shape_.heads);
   row.plan_of_head.assign(heads, 0);
+  const StatePrecision& outside = spec.precision.outside ? *spec.precision.outside : baseline_;
   if (spec.precision.layers.contains(shape_.layer)) {
     row.plans.push_back(head_plan(spec.precision));
     for (size_t h = 0; h < heads; ++h) {
       if (spec.precision.heads.contains(static_cast<int>(h))) continue;
-      if (row.plans.size() == 1) row.plans.push_back(head_plan(baseline_));
+      if (row.plans.size() == 1) row.plans.push_back(head_plan(outside));
       row.plan_of_head[h] = 1;
     }
   } else {
-    row.plans.push_back(head_plan(baseline_));
+    row.plans.push_back(head_plan(outside));
   }
   for (const HeadPlan& plan : row.plans) row.prompt_plans.push_back(fp32_plan(plan));
   row.in_prompt = spec.prompt_tokens > 0;
@@ -223,6 +224,11 @@ void StateStore::keep(int r, int tokens, AdvanceMode mode, const float* conv_inp
   if (tokens == 0) return;
   Row& row = rows_[static_cast<size_t>(r)];
   const int total = row.records + tokens;
+  if (r == 0 && trace_tokens_ > 0) {
+    const int traced = std::min(total, trace_tokens_);
+    keep_tail(trace_channels_, channels, total, traced, shape_.channels);
+    keep_tail(trace_scalars_, scalars, total, traced, shape_.scalars);
+  }
   row.uncommitted = mode == AdvanceMode::verify ? tokens : 0;
   const int pending = *std::max_element(row.pending.begin(), row.pending.end());
   const int kept = std::min(total, pending + row.uncommitted);

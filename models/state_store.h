@@ -96,6 +96,12 @@ class StateStore {
 
   void reset(int row, const RowSpec& spec);
 
+  /// From now on the last `tokens` tokens' convolved channels and scalars of row 0 are kept after
+  /// each call, oldest first.
+  void set_trace(int tokens) { trace_tokens_ = tokens; }
+  std::span<const float> trace_channels() const { return trace_channels_; }
+  std::span<const float> trace_scalars() const { return trace_scalars_; }
+
  private:
   struct Row {
     RowSpec spec;
@@ -121,6 +127,8 @@ class StateStore {
   Shape shape_;
   StatePrecision baseline_;
   std::vector<Row> rows_;
+  int trace_tokens_ = 0;
+  std::vector<float> trace_channels_, trace_scalars_;
 };
 
 /// Seconds that forward calls spent, by kind of work. `state` holds the replay with its encodings;

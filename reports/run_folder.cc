@@ -773,7 +773,7 @@ struct RunFolder::State {
 };
 
 SettingRule setting_rule(std::string_view key) {
-  static constexpr std::string_view kGrows[] = {"states",  "documents", "tokens", "items",
+  static constexpr std::string_view kGrows[] = {"states",  "documents", "tokens",  "items",
                                                 "repeats", "seeds",     "formats", "sweep"};
   static constexpr std::string_view kFree[] = {
       "threads", "out",   "progress",  "shard", "resume",      "include",

@@ -322,7 +322,8 @@ TEST_CASE(
 
 TEST_CASE("layer and head selections leave the rest at the baseline's precision") {
   const Model& model = mini();
-  StateSet states = make_states(model, {"fp32", "nvfp4@layers=2", "nvfp4@heads=1-2", "nvfp4"});
+  StateSet states = make_states(model, {"fp32", "nvfp4@layers=2", "nvfp4@heads=1-2", "nvfp4",
+                                        "nvfp4@layers=2;else=fp16", "fp16"});
   run(model, states, some_tokens(48), {48});
   const auto stores = states.stores();
   auto state = [&](size_t layer, int row, int head) {
@@ -334,6 +335,8 @@ TEST_CASE("layer and head selections leave the rest at the baseline's precision"
   CHECK(stores[1]->shape().layer == 2);
   CHECK(state(0, 1, 0) == state(0, 0, 0));
   CHECK(state(1, 1, 0) != state(1, 0, 0));
+  CHECK(state(0, 4, 0) == state(0, 5, 0));
+  CHECK(state(0, 4, 0) != state(0, 0, 0));
   CHECK(state(0, 2, 0) == state(0, 0, 0));
   CHECK(state(0, 2, 1) == state(0, 3, 1));
   CHECK(state(0, 2, 1) != state(0, 0, 1));

@@ -219,4 +219,27 @@ TEST_CASE("a wrong spelling says what was expected") {
 }
 
 }  // namespace
+TEST_CASE("else: another precision outside of the selection") {
+  const StatePrecision baseline = parse_state_precision("fp32", defaults());
+  const StatePrecision mixed =
+      parse_state_precision("nvfp4+sr@layers=2,5;else=fp16+sr", defaults());
+  CHECK(mixed.name == "nvfp4+sr@layers=2,5;else=fp16+sr");
+  CHECK(parse_state_precision(mixed.name, defaults()).name == mixed.name);
+  REQUIRE(mixed.outside);
+  CHECK(codec_name(mixed.outside->recurrence) == "fp16+sr");
+  CHECK(mixed.outside->options == mixed.options);
+  CHECK(state_identity(mixed, baseline) !=
+        state_identity(parse_state_precision("nvfp4+sr@layers=2,5", defaults()), baseline));
+  CHECK(
+      state_identity(mixed, baseline) !=
+      state_identity(parse_state_precision("nvfp4+sr@layers=2,5;else=fp16", defaults()), baseline));
+  CHECK(parse_state_precision("nvfp4@layers=2;else=fp16+sr/nvfp4", defaults()).stochastic());
+  const StatePrecision seeded = with_seed(mixed, 77, defaults());
+  CHECK(seeded.outside->options.seed == 77);
+  for (const char* wrong :
+       {"nvfp4@else=fp16", "nvfp4@layers=1;else=fp99", "nvfp4@layers=1;else=fp16@L=2"}) {
+    CHECK_THROWS_AS(parse_state_precision(wrong, defaults()), std::invalid_argument);
+  }
+}
+
 }  // namespace replayeval
