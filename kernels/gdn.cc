@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <new>
@@ -733,7 +732,7 @@ void run(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInp
   FirstError error;
 #pragma omp parallel
   {
-    Walk walk;
+    static thread_local Walk walk;  // keeps its buffers
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < independent.size(); ++i) {
       error.guard([&] {

@@ -21,45 +21,80 @@ constexpr int kTileRows = 4, kTileVectors = 1;
 #else
 constexpr int kTileRows = 1, kTileVectors = 1;
 #endif
+// Terms after which a tile's sums go through memory, so that the part of y in use stays in the
+// first-level cache.
+constexpr int kTileDepth = 64;
 
+/// Operands of gdn_multiply, moved to a tile.
+struct Multiply {
+  const float* x;
+  int64_t x_stride;
+  const float* y;
+  int64_t y_stride;
+  const float* scale;
+  int scale_step;
+  float* out;
+  int64_t out_stride;
+
+  Multiply at_row(int i) const {
+    return {x + i * x_stride,
+            x_stride,
+            y,
+            y_stride,
+            scale ? scale + i * scale_step : nullptr,
+            scale_step,
+            out + i * out_stride,
+            out_stride};
+  }
+};
+
+/// A tile's sums over `depth` terms; `more`: they go on from what `out` holds.
 template <int kRows, int kVectors>
-REPLAYEVAL_INLINE void multiply_tile(int depth, const float* x, int64_t x_stride, const float* y,
-                                     int64_t y_stride, const float* scale, int scale_step,
-                                     float* out, int64_t out_stride) {
+REPLAYEVAL_INLINE void multiply_tile(const Multiply& p, int depth, bool more) {
   Lanes sum[kRows][kVectors];
   for (int i = 0; i < kRows; ++i) {
     for (int c = 0; c < kVectors; ++c) {
-      sum[i][c] = scale ? splat(scale[i * scale_step]) * load(out + i * out_stride + c * kLanes)
-                        : splat(0.0f);
+      const float* before = p.out + i * p.out_stride + c * kLanes;
+      sum[i][c] = more      ? load(before)
+                  : p.scale ? splat(p.scale[i * p.scale_step]) * load(before)
+                            : splat(0.0f);
     }
   }
   for (int m = 0; m < depth; ++m) {
     Lanes row[kVectors];
-    for (int c = 0; c < kVectors; ++c) row[c] = load(y + m * y_stride + c * kLanes);
+    for (int c = 0; c < kVectors; ++c) row[c] = load(p.y + m * p.y_stride + c * kLanes);
     for (int i = 0; i < kRows; ++i) {
-      const Lanes factor = splat(x[i * x_stride + m]);
+      const Lanes factor = splat(p.x[i * p.x_stride + m]);
       for (int c = 0; c < kVectors; ++c) sum[i][c] = fma(factor, row[c], sum[i][c]);
     }
   }
   for (int i = 0; i < kRows; ++i) {
-    for (int c = 0; c < kVectors; ++c) store(out + i * out_stride + c * kLanes, sum[i][c]);
+    for (int c = 0; c < kVectors; ++c) store(p.out + i * p.out_stride + c * kLanes, sum[i][c]);
+  }
+}
+
+template <int kRows, int kVectors>
+REPLAYEVAL_INLINE void multiply_last_rows(const Multiply& p, int rows, int depth, bool more) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) {
+      multiply_tile<kRows, kVectors>(p, depth, more);
+    } else {
+      multiply_last_rows<kRows - 1, kVectors>(p, rows, depth, more);
+    }
   }
 }
 
 template <int kVectors>
-REPLAYEVAL_INLINE void multiply_columns(int rows, int depth, const float* x, int64_t x_stride,
-                                        const float* y, int64_t y_stride, const float* scale,
-                                        int scale_step, float* out, int64_t out_stride) {
-  int i = 0;
-  for (; i + kTileRows <= rows; i += kTileRows) {
-    multiply_tile<kTileRows, kVectors>(depth, x + i * x_stride, x_stride, y, y_stride,
-                                       scale ? scale + i * scale_step : nullptr, scale_step,
-                                       out + i * out_stride, out_stride);
-  }
-  for (; i < rows; ++i) {
-    multiply_tile<1, kVectors>(depth, x + i * x_stride, x_stride, y, y_stride,
-                               scale ? scale + i * scale_step : nullptr, scale_step,
-                               out + i * out_stride, out_stride);
+REPLAYEVAL_INLINE void multiply_columns(Multiply p, int rows, int depth) {
+  for (int first = 0; first == 0 || first < depth; first += kTileDepth) {
+    const int terms = depth - first < kTileDepth ? depth - first : kTileDepth;
+    int i = 0;
+    for (; i + kTileRows <= rows; i += kTileRows) {
+      multiply_tile<kTileRows, kVectors>(p.at_row(i), terms, first > 0);
+    }
+    multiply_last_rows<kTileRows - 1, kVectors>(p.at_row(i), rows - i, terms, first > 0);
+    p.x += kTileDepth;
+    p.y += kTileDepth * p.y_stride;
   }
 }
 
@@ -134,14 +169,17 @@ REPLAYEVAL_INLINE float round_operand(DotType type, float x) {
 void gdn_multiply(int rows, int depth, int vectors, const float* x, int64_t x_stride,
                   const float* y, int64_t y_stride, const float* scale, int scale_step, float* out,
                   int64_t out_stride) {
+  Multiply p{x, x_stride, y, y_stride, scale, scale_step, out, out_stride};
   int c = 0;
   for (; c + kTileVectors <= vectors; c += kTileVectors) {
-    multiply_columns<kTileVectors>(rows, depth, x, x_stride, y + c * kLanes, y_stride, scale,
-                                   scale_step, out + c * kLanes, out_stride);
+    multiply_columns<kTileVectors>(p, rows, depth);
+    p.y += kTileVectors * kLanes;
+    p.out += kTileVectors * kLanes;
   }
   for (; c < vectors; ++c) {
-    multiply_columns<1>(rows, depth, x, x_stride, y + c * kLanes, y_stride, scale, scale_step,
-                        out + c * kLanes, out_stride);
+    multiply_columns<1>(p, rows, depth);
+    p.y += kLanes;
+    p.out += kLanes;
   }
 }
 
