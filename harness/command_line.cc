@@ -22,6 +22,7 @@
 #include "models/hub.h"
 #include "quant/quantize.h"
 #include "quant/state_format.h"
+#include "reports/attribution.h"
 #include "reports/compare.h"
 #include "reports/files.h"
 #include "reports/run_folder.h"
@@ -124,6 +125,10 @@ int show(const std::vector<std::string>& runs, ShowAs as) {
                            : as == ShowAs::json ? kl_json(report, statistics)
                                                 : kl_text(report, statistics);
   std::printf("%s%s", text.c_str(), text.ends_with('\n') ? "" : "\n");
+  if (as == ShowAs::text) {
+    for (const Table& table : attribution_tables(report, statistics))
+      std::printf("\n%s", as_text(table).c_str());
+  }
   return 0;
 }
 
