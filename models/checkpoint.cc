@@ -104,6 +104,7 @@ struct Checkpoint::Implementation {
   Config config;
   Safetensors tensors;
   WeightType dequantized;
+  WeightAccess access;
   std::optional<DeclaredQuantization> quantization;
 
   mutable std::once_flag hash_once;
@@ -129,7 +130,12 @@ struct Checkpoint::Implementation {
 
   const TensorInfo& tensor(std::string_view name, std::span<const int64_t> shape) const {
     const TensorInfo* found = tensors.find(name);
-    if (found == nullptr) missing(name, "shape " + shape_text(shape));
+    if (found == nullptr) {
+      const TensorInfo* packed = tensors.find(std::string(name) + "_packed");
+      if (packed != nullptr)
+        fail(*packed, "expected " + std::string(name) + ", got a packed layout that is not read");
+      missing(name, "shape " + shape_text(shape));
+    }
     return *found;
   }
 
@@ -295,28 +301,39 @@ struct Checkpoint::Implementation {
     }
   }
 
-  /// The matrix of a tensor that check_matrix accepted: a view of the file, or with memory of its
-  /// own when it had to be dequantized.
-  Owned read_matrix(const TensorInfo& found, std::span<const int64_t> shape) const {
-    const int64_t cols = shape.back();
-    const int64_t rows = shape[shape.size() - 2];
-    const int64_t experts =
-        std::accumulate(shape.begin(), shape.end() - 2, int64_t{1}, std::multiplies<>());
-    if (found.type == TensorType::f8_e4m3 || found.type == TensorType::u8) {
-      Owned out = found.type == TensorType::u8 ? dequantize_nvfp4(found, experts, rows, cols)
-                                               : dequantize_fp8(found, experts, rows, cols);
-      tensors.drop_pages(found);
-      return out;
-    }
+  /// Rows, columns and type of the matrix of a tensor that check_matrix accepted, without data.
+  WeightView form_of(const TensorInfo& found, std::span<const int64_t> shape) const {
     const WeightType type = found.type == TensorType::f32    ? WeightType::fp32
                             : found.type == TensorType::bf16 ? WeightType::bf16
-                                                             : WeightType::fp16;
-    return {nullptr, {found.data, type, experts * rows, cols, cols}};
+                            : found.type == TensorType::f16  ? WeightType::fp16
+                                                             : dequantized;
+    const int64_t rows =
+        std::accumulate(shape.begin(), shape.end() - 1, int64_t{1}, std::multiplies<>());
+    return {nullptr, type, rows, shape.back(), shape.back()};
+  }
+
+  /// The matrix itself: a view of the file, or with memory of its own when it had to be
+  /// dequantized.
+  Owned read_matrix(const TensorInfo& found, std::span<const int64_t> shape) const {
+    Owned out;
+    if (found.type == TensorType::f8_e4m3 || found.type == TensorType::u8) {
+      const int64_t rows = shape[shape.size() - 2];
+      const int64_t experts =
+          std::accumulate(shape.begin(), shape.end() - 2, int64_t{1}, std::multiplies<>());
+      out = found.type == TensorType::u8 ? dequantize_nvfp4(found, experts, rows, shape.back())
+                                         : dequantize_fp8(found, experts, rows, shape.back());
+      tensors.drop_pages(found);
+    } else {
+      out.view = form_of(found, shape);
+      out.view.data = found.data;
+    }
+    return out;
   }
 
   WeightView weight(std::string_view name, std::span<const int64_t> shape) const {
     const TensorInfo& found = tensor(name, shape);
     check_matrix(found, shape);
+    if (access == WeightAccess::headers) return form_of(found, shape);
     const std::lock_guard lock(mutex);
     const std::pair key{std::string(name), std::vector<int32_t>{}};
     const auto at = owned.find(key);
@@ -333,6 +350,13 @@ struct Checkpoint::Implementation {
     check_matrix(found, shape);
     const std::lock_guard lock(mutex);
     std::vector<WeightView> out;
+    if (access == WeightAccess::headers) {
+      for (const std::vector<int32_t>& rows : parts) {
+        out.push_back(form_of(found, shape));
+        out.back().rows = static_cast<int64_t>(rows.size());
+      }
+      return out;
+    }
     Owned source;  // read when a part is missing, and left again at the end
     for (const std::vector<int32_t>& rows : parts) {
       std::pair key{std::string(name), rows};
@@ -398,7 +422,8 @@ Checkpoint::Checkpoint(std::unique_ptr<Implementation> implementation)
     : implementation_(std::move(implementation)) {}
 Checkpoint::~Checkpoint() = default;
 
-std::shared_ptr<const Checkpoint> Checkpoint::open(const fs::path& folder, WeightType dequantized) {
+std::shared_ptr<const Checkpoint> Checkpoint::open(const fs::path& folder, WeightType dequantized,
+                                                   WeightAccess access) {
   std::error_code error;
   if (!fs::is_directory(folder, error)) {
     throw std::runtime_error(folder.string() +
@@ -417,6 +442,7 @@ std::shared_ptr<const Checkpoint> Checkpoint::open(const fs::path& folder, Weigh
                                                                     std::move(config),
                                                                     Safetensors::open(folder),
                                                                     dequantized,
+                                                                    access,
                                                                     std::move(quantization),
                                                                     {},
                                                                     {},
@@ -480,6 +506,9 @@ std::vector<float> Checkpoint::values(std::string_view name,
     case TensorType::f32:
     case TensorType::bf16:
     case TensorType::f16:
+      if (implementation_->access == WeightAccess::headers) {
+        return std::vector<float>(static_cast<size_t>(found.elements()));
+      }
       return read_floats(found);
     default:
       implementation_->fail(found, "expected F32, BF16 or F16, got " + found.type_name);

@@ -25,6 +25,10 @@ struct DeclaredQuantization {
   std::string activations;  // "FP8 E4M3, dynamic"; empty: activations are not quantized
 };
 
+/// `headers`: no weight is read. Shapes and types are checked as ever, but matrices have no data
+/// and values are zeros: enough to measure a model (`--dry-run`), not to run it.
+enum class WeightAccess : uint8_t { data, headers };
+
 class Checkpoint {
  public:
   /// Reads config.json and the headers of the weights in `folder`. Quantized weights will be
@@ -32,7 +36,8 @@ class Checkpoint {
   /// Safetensors::open do, and std::invalid_argument for a quantization method that is not read
   /// (known: fp8, modelopt, compressed-tensors).
   static std::shared_ptr<const Checkpoint> open(const std::filesystem::path& folder,
-                                                WeightType dequantized = WeightType::fp32);
+                                                WeightType dequantized = WeightType::fp32,
+                                                WeightAccess access = WeightAccess::data);
   ~Checkpoint();
   Checkpoint(const Checkpoint&) = delete;
   Checkpoint& operator=(const Checkpoint&) = delete;

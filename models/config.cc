@@ -15,10 +15,6 @@ using Json = nlohmann::json;
 
 constexpr int kMaxDepth = 64;
 
-bool word_character(char c) {
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
-}
-
 /// Puts the object form {"__float__": "..."} where Infinity, -Infinity or NaN stands bare outside
 /// of a string.
 std::string without_bare_floats(std::string_view text) {
@@ -42,17 +38,15 @@ std::string without_bare_floats(std::string_view text) {
       out += c;
       continue;
     }
+    // Outside of strings JSON has no other word with these letters, so a longer word stays an
+    // error.
     bool replaced = false;
-    if (i == 0 || !word_character(text[i - 1])) {
-      for (std::string_view word : kWords) {
-        const size_t end = i + word.size();
-        if (text.substr(i, word.size()) == word &&
-            (end >= text.size() || !word_character(text[end]))) {
-          out += "{\"__float__\": \"" + std::string(word) + "\"}";
-          i = end - 1;
-          replaced = true;
-          break;
-        }
+    for (std::string_view word : kWords) {
+      if (text.substr(i, word.size()) == word) {
+        out += "{\"__float__\": \"" + std::string(word) + "\"}";
+        i += word.size() - 1;
+        replaced = true;
+        break;
       }
     }
     if (!replaced) out += c;

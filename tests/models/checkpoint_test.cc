@@ -619,6 +619,33 @@ TEST_CASE("NVFP4 weights in ModelOpt's layout") {
                  "tensor alone_scale: expected shape [2, 1], got nothing"));
 }
 
+TEST_CASE("headers alone: shapes without data") {
+  const std::vector<float> matrix(6, 1.0f);
+  const std::vector<uint8_t> codes(16, 0x38);
+  const ModelFolder model("{}", {source("w", TensorType::f32, {2, 3}, matrix),
+                                 source("q", TensorType::u8, {2, 8}, codes),
+                                 source("n_packed", TensorType::u8, {2, 8}, codes)});
+  const auto checkpoint =
+      Checkpoint::open(model.folder.path(), WeightType::bf16, WeightAccess::headers);
+  const WeightView w = checkpoint->weight("w", {2, 3});
+  CHECK(w.data == nullptr);
+  CHECK(w.type == WeightType::fp32);
+  CHECK(w.rows == 2);
+  CHECK(w.cols == 3);
+  const WeightView q = checkpoint->weight("q", {2, 16});  // scales are not even looked for
+  CHECK(q.data == nullptr);
+  CHECK(q.type == WeightType::bf16);
+  CHECK(checkpoint->split_rows("w", {2, 3}, {{1, 0, 1}})[0].rows == 3);
+  CHECK(checkpoint->values("w", {2, 3}) == std::vector<float>(6));
+  CHECK(contains(failure([&] {
+                   (void)checkpoint->weight("w", {3, 2});
+                 }),
+                 "expected shape [3, 2], got [2, 3]"));
+  CHECK(failure([&] {
+          (void)checkpoint->weight("n", {2, 16});
+        }) == model.file() + ": tensor n_packed: expected n, got a packed layout that is not read");
+}
+
 TEST_CASE("declared quantization goes into the notes") {
   const std::vector<float> one = {1};
   const auto tensors = {source("a", TensorType::f32, {1}, one)};

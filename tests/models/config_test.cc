@@ -148,6 +148,8 @@ TEST_CASE("rotary settings, new and old") {
 
 TEST_CASE("what is no config") {
   CHECK(contains(refusal([&] { (void)parse("{\"a\": }"); }), "m/config.json: expected JSON, got "));
+  CHECK(contains(refusal([&] { (void)parse("{\"a\": Infinitys}"); }), "expected JSON, got "));
+  CHECK(contains(refusal([&] { (void)parse("{\"a\": 1Infinity}"); }), "expected JSON, got "));
   CHECK(refusal([&] { (void)parse("[1, 2]"); }) ==
         "m/config.json: expected a JSON object, got [1,2]");
   CHECK(
