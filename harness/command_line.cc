@@ -17,6 +17,7 @@
 #include "harness/experiment.h"
 #include "harness/metrics.h"
 #include "harness/progress.h"
+#include "harness/report_command.h"
 #include "harness/show_format.h"
 #include "harness/teacher_forced.h"
 #include "models/hub.h"
@@ -97,29 +98,8 @@ int run(RunArguments arguments) {
 
 enum class ShowAs { text, csv, json };
 
-/// Assembles the report of a run folder that has none, or not of all that is finished by now.
-void refresh_report(const fs::path& path) {
-  if (!RunFolder::holds_run(path)) return;
-  const RunFolder folder = RunFolder::open_read_only(path);
-  for (const std::string& note : folder.notes()) std::fprintf(stderr, "%s\n", note.c_str());
-  if (folder.missing().empty() && fs::exists(path / "report.h5")) return;
-  try {
-    folder.assemble();
-  } catch (const std::runtime_error&
-               error) {  // a folder of someone else's: the tables are printed all the same
-    std::fprintf(stderr, "%s\n", error.what());
-  }
-}
-
-Report read_run(const std::string& run) {
-  refresh_report(run);
-  return load_report(run);
-}
-
 int show(const std::vector<std::string>& runs, ShowAs as) {
-  std::vector<Report> reports;
-  for (const std::string& run : runs) reports.push_back(read_run(run));
-  const Report report = reports.size() == 1 ? std::move(reports[0]) : merge_reports(reports);
+  const Report report = read_runs(runs);
   const KlStatistics statistics = kl_statistics(report);
   const std::string text = as == ShowAs::csv    ? kl_csv(report, statistics)
                            : as == ShowAs::json ? kl_json(report, statistics)
@@ -289,7 +269,7 @@ int check_tokenizer_command(const std::string& folder, const std::string& answer
 }
 
 /// Commands of DESIGN.md section 5 that come later.
-constexpr const char* kLater[] = {"report", "grade"};
+constexpr const char* kLater[] = {"grade"};
 
 int parse_and_run(int argc, const char* const* argv) {
   CLI::App app(
@@ -330,6 +310,18 @@ int parse_and_run(int argc, const char* const* argv) {
   show_command->callback([&] {
     result = show(show_runs, show_csv ? ShowAs::csv : show_json ? ShowAs::json : ShowAs::text);
   });
+
+  ReportOptions report_options;
+  CLI::App* report_app =
+      app.add_subcommand("report", "one self-contained page of runs, or their tables");
+  report_app->add_option("runs", report_options.runs, "run folders or report.h5 files")->required();
+  report_app->add_option("-o,--out", report_options.out,
+                         "the page to write (report.html); with --export, a folder");
+  report_app->add_option("--export", report_options.export_as,
+                         "csv: tables by position and by answer instead of the page");
+  report_app->add_option("--redact", report_options.redact,
+                         "formats: hide names and definitions of formats");
+  report_app->callback([&] { result = report_command(report_options); });
 
   CompareArguments compare_arguments;
   CLI::App* compare_app =

@@ -1,0 +1,90 @@
+#include "harness/report_command.h"
+
+#include <cinttypes>
+#include <cstdio>
+#include <filesystem>
+#include <stdexcept>
+
+#include "reports/compare.h"
+#include "reports/export.h"
+#include "reports/files.h"
+#include "reports/html.h"
+#include "reports/run_folder.h"
+#include "reports/statistics.h"
+
+namespace replayeval {
+namespace {
+
+namespace fs = std::filesystem;
+
+void refresh_report(const fs::path& path) {
+  if (!RunFolder::holds_run(path)) return;
+  const RunFolder folder = RunFolder::open_read_only(path);
+  for (const std::string& note : folder.notes()) std::fprintf(stderr, "%s\n", note.c_str());
+  if (folder.missing().empty() && fs::exists(path / "report.h5")) return;
+  try {
+    folder.assemble();
+  } catch (const std::runtime_error& error) {
+    // a folder of someone else's: its parts are read all the same
+    std::fprintf(stderr, "%s\n", error.what());
+  }
+}
+
+int export_csv(const Report& report, const fs::path& folder) {
+  make_writable_folder(folder);
+  const fs::path positions = folder / "positions.csv";
+  std::printf("%s: %" PRId64 " lines\n", positions.c_str(), write_positions_csv(report, positions));
+  if (!report.items.empty()) {
+    const fs::path answers = folder / "answers.csv";
+    std::printf("%s: %" PRId64 " lines\n", answers.c_str(), write_answers_csv(report, answers));
+  }
+  return 0;
+}
+
+}  // namespace
+
+Report read_run(const std::string& run) {
+  refresh_report(run);
+  return load_report(run);
+}
+
+Report read_runs(const std::vector<std::string>& runs) {
+  std::vector<Report> reports;
+  for (const std::string& run : runs) reports.push_back(read_run(run));
+  return reports.size() == 1 ? std::move(reports[0]) : merge_reports(reports);
+}
+
+int report_command(const ReportOptions& options) {
+  if (!options.redact.empty() && options.redact != "formats")
+    throw std::invalid_argument("report: --redact: expected formats, got '" + options.redact + "'");
+  if (!options.export_as.empty() && options.export_as != "csv")
+    throw std::invalid_argument("report: --export: expected csv, got '" + options.export_as + "'");
+  if (options.out.empty())
+    throw std::invalid_argument(
+        "report: expected -o with the name of the page, or of a folder for --export");
+  if (!options.export_as.empty() && fs::exists(options.out) && !fs::is_directory(options.out))
+    throw std::invalid_argument("report: -o " + options.out +
+                                ": expected a folder for --export, got a file");
+  if (options.export_as.empty() && fs::is_directory(options.out))
+    throw std::invalid_argument("report: -o " + options.out +
+                                ": expected the name of a page, got a folder; add report.html");
+  Report report = read_runs(options.runs);
+  if (!options.export_as.empty()) {
+    if (!options.redact.empty()) {
+      KlStatistics unused;
+      redact_formats(&report, &unused);
+    }
+    return export_csv(report, options.out);
+  }
+  HtmlOptions html;
+  html.redact_formats = !options.redact.empty();
+  const std::string page = report_html(report, kl_statistics(report), html);
+  const fs::path out = options.out;
+  if (out.has_parent_path()) make_writable_folder(out.parent_path());
+  replace_file(out, as_byte_span(page));
+  std::printf("%s: %.1f MB, %zu states\n", options.out.c_str(),
+              static_cast<double>(page.size()) / 1e6, report.states.size());
+  return 0;
+}
+
+}  // namespace replayeval
