@@ -87,7 +87,9 @@ TEST_CASE("a terminal's status replaces itself and leaves notes standing") {
   progress.finish(start + milliseconds(800));
   const std::string text = contents(file);
   // Three lines a drawing; erased before the note and before the last drawing.
-  CHECK(text.find("10.0 %") < text.find("\r\x1b[3A\x1b[Ja note\n"));
+  const size_t note = text.find("\r\x1b[3A\x1b[Ja note\n");
+  CHECK(note != std::string::npos);
+  CHECK(text.find("10.0 %") < note);
   CHECK(text.find("20.0 %") == std::string::npos);
   CHECK(text.find("\r\x1b[3A\x1b[J", text.find("30.0 %")) != std::string::npos);
   CHECK(text.find("  a    mean KL -\n  bcd  mean KL -\n") != std::string::npos);
