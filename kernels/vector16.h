@@ -118,21 +118,28 @@ REPLAYEVAL_INLINE F16 load(const float* x) {
   return r;
 }
 REPLAYEVAL_INLINE void store(float* x, const F16& a) { memcpy(x, &a, sizeof a); }
-/// The first n lanes (n <= 16) from memory, `rest` in the others.
-REPLAYEVAL_INLINE F16 load_partial(const float* x, int64_t n, float rest = 0) {
-  if (n >= kLanes) return load(x);
+// Tails are rare: out of line, so that loops stay small.
+__attribute__((noinline)) inline F16 load_tail(const float* x, int64_t n, float rest) {
   float buffer[kLanes];
   for (int64_t i = 0; i < kLanes; ++i) buffer[i] = i < n ? x[i] : rest;
   return load(buffer);
 }
-REPLAYEVAL_INLINE void store_partial(float* x, const F16& a, int64_t n) {
-  if (n >= kLanes) {
-    store(x, a);
-    return;
-  }
+__attribute__((noinline)) inline void store_tail(float* x, const F16& a, int64_t n) {
   float buffer[kLanes];
   store(buffer, a);
   for (int64_t i = 0; i < n; ++i) x[i] = buffer[i];
+}
+/// The first n lanes from memory, `rest` in the others; n may exceed 16.
+REPLAYEVAL_INLINE F16 load_partial(const float* x, int64_t n, float rest = 0) {
+  return n >= kLanes ? load(x) : load_tail(x, n, rest);
+}
+/// The first n lanes to memory; n may exceed 16.
+REPLAYEVAL_INLINE void store_partial(float* x, const F16& a, int64_t n) {
+  if (n >= kLanes) {
+    store(x, a);
+  } else {
+    store_tail(x, a, n);
+  }
 }
 REPLAYEVAL_INLINE I16 load_int(const int32_t* x) {
   I16 r;
