@@ -195,6 +195,7 @@ void Hdf5Writer::dataset(const std::string& path, const std::vector<int64_t>& di
   Id space = space_of(dims);
   Id links = creating_groups();
   Id creation(H5Pcreate(H5P_DATASET_CREATE));
+  H5Pset_obj_track_times(creation, false);  // equal content, equal bytes
   if (count > 1 && !std::is_same_v<T, std::string>) {
     // Chunks of about kChunk elements along the trailing dimensions.
     std::vector<hsize_t> chunk(dims.begin(), dims.end());
@@ -223,6 +224,7 @@ void Hdf5Writer::table(const std::string& path, int64_t rows, int64_t columns, T
   Id space = space_of({rows, columns});
   Id links = creating_groups();
   Id creation(H5Pcreate(H5P_DATASET_CREATE));
+  H5Pset_obj_track_times(creation, false);  // equal content, equal bytes
   hsize_t chunk[2] = {1, std::max<hsize_t>(1, std::min(static_cast<hsize_t>(columns), kChunk))};
   H5Pset_chunk(creation, 2, chunk);
   H5Pset_shuffle(creation);

@@ -107,7 +107,8 @@ class RunFolder {
   const std::filesystem::path& path() const;
   /// The plan as asked for; read-only folders: as stored.
   const RunPlan& plan() const;
-  /// One line for each part that was found broken, and each unit that lies behind a gap.
+  /// One line for each part that was found broken or of another run, and each stale claim taken
+  /// over.
   std::vector<std::string> notes() const;
 
   /// Looks again at what other processes have finished.

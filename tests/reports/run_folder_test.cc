@@ -134,6 +134,18 @@ TEST_CASE("parts written are read back, assembled and loaded equal") {
   CHECK(figures_differ(report, load_report(place / "run")) == "");
 }
 
+TEST_CASE("equal figures give equal bytes, whenever they are written") {
+  TemporaryFolder place("bytes");
+  RunFolder folder = RunFolder::open(place / "run", sample_plan(), OpenMode::fresh);
+  put_all(folder);
+  const std::vector<std::byte> first = *read_file(folder.assemble());
+  // HDF5 can store times of a resolution of one second.
+  std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+  RunFolder other = RunFolder::open(place / "other", sample_plan(), OpenMode::fresh);
+  put_all(other);
+  CHECK(first == *read_file(other.assemble()));
+}
+
 TEST_CASE("a partial run reports what it has from the start without a gap") {
   TemporaryFolder place("partial");
   const RunPlan plan = sample_plan();
