@@ -450,6 +450,13 @@ std::string listed(const std::vector<std::string>& names) {
   return text;
 }
 
+/// Numbers whose exponents do not break over lines.
+std::string unbroken(std::string text) {
+  for (size_t at = 0; (at = text.find("e-", at)) != std::string::npos;)
+    text.replace(at, 2, "e\u2011");
+  return text;
+}
+
 /// What the run found, in sentences, from its statistics alone.
 std::string summary(const Report& report, const KlStatistics& statistics) {
   std::string text;
@@ -480,12 +487,13 @@ std::string summary(const Report& report, const KlStatistics& statistics) {
             plural(statistics.documents, "document") + ", the mean KL divergence from " +
             code(report.run.baseline) + " ";
     if (*least == *most) {
-      text += "is " + number(kl(*least)) + " nats with " + code(info(*least).name) + " (" +
-              bits_text(info(*least)) + "). ";
+      text += "is " + unbroken(number(kl(*least))) + " nats with " + code(info(*least).name) +
+              " (" + bits_text(info(*least)) + "). ";
     } else {
-      text += "runs from " + number(kl(*least)) + " nats with " + code(info(*least).name) + " (" +
-              bits_text(info(*least)) + ") to " + number(kl(*most)) + " with " +
-              code(info(*most).name) + " (" + bits_text(info(*most)) + "). ";
+      text += "runs from " + unbroken(number(kl(*least))) + " nats with " +
+              code(info(*least).name) + " (" + bits_text(info(*least)) + ") to " +
+              unbroken(number(kl(*most))) + " with " + code(info(*most).name) + " (" +
+              bits_text(info(*most)) + "). ";
     }
     const size_t smallest =
         *std::min_element(states.begin(), states.end(), [&](size_t a, size_t b) {
@@ -497,7 +505,7 @@ std::string summary(const Report& report, const KlStatistics& statistics) {
     if (std::isfinite(last.kl.value)) {
       text += "In the last position bin (" + grouped(bin.first) + " to " + grouped(bin.last - 1) +
               ") the smallest state" + (states.size() > 1 ? ", " + code(info(smallest).name) : "") +
-              ", stands at " + "<span class=\"figure\">" + number(last.kl) + "</span>" +
+              ", stands at " + unbroken(number(last.kl)) +
               " nats and keeps the baseline's most likely token at " +
               format("%.2f", 100 * last.top1.value) + " % of positions. ";
     }
@@ -511,10 +519,10 @@ std::string summary(const Report& report, const KlStatistics& statistics) {
       const Estimate& floor = statistics.states[static_cast<size_t>(statistics.floor_state)].all.kl;
       text += under.empty()
                   ? "Every state lies above three times the floor of the arithmetic itself (" +
-                        number(floor.value) + " nats). "
+                        unbroken(number(floor.value)) + " nats). "
                   : listed(under) + (under.size() == 1 ? " is" : " are") +
                         " not told apart from the floor of the arithmetic itself (" +
-                        number(floor.value) + " nats). ";
+                        unbroken(number(floor.value)) + " nats). ";
     }
   }
   if (has_answers(report)) {
@@ -618,6 +626,9 @@ std::string provenance(const Report& report) {
     hashed("document " + d.id, (d.title.empty() ? "" : d.title + ", ") + plural(d.tokens, "token"),
            d.sha256);
   }
+  for (const StateReport& state : report.states) {
+    line("state " + state.info.name, hash_html(state.info.sha256));
+  }
   line("program", "revision " + code(run.revision) + ", " + escaped(run.compiler));
   std::string versions;
   for (const auto& [library, version] : run.versions)
@@ -630,7 +641,7 @@ std::string provenance(const Report& report) {
   line("finished", escaped(run.finished.empty() ? "-" : run.finished));
   html += "</tbody></table></div>\n";
 
-  html += "<details><summary>States: definitions and hashes</summary>\n";
+  html += "<details><summary>Definitions of the states</summary>\n";
   for (const StateReport& state : report.states) {
     const StateInfo& info = state.info;
     html += "<h4>" + code(info.name) + "</h4><p class=\"note\">" + escaped(bits_text(info)) +
@@ -640,8 +651,9 @@ std::string provenance(const Report& report) {
             ", sha256 " + hash_html(info.sha256) + "</p><pre>" + escaped(info.definition) +
             "</pre>\n";
   }
-  html += "</details>\n<details><summary>The resolved experiment</summary>\n<pre>" +
-          escaped(run.experiment) + "</pre></details>\n";
+  html +=
+      "</details>\n<details class=\"printed\"><summary>The resolved experiment</summary>\n<pre>" +
+      escaped(run.experiment) + "</pre></details>\n";
   return html;
 }
 
@@ -856,7 +868,7 @@ std::string report_html(const Report& original, const KlStatistics& figures,
             which,
         "<div class=\"controls\">" +
             choice("view", "What is drawn",
-                   {{"mean", "Means, 95 %"}, {"fine", "Detail"}, {"extremes", "Extremes"}}) +
+                   {{"mean", "Means, 95 %"}, {"fine", "Fine means"}, {"extremes", "Maxima"}}) +
             choice("axis", "Position axis", {{"log", "log"}, {"linear", "linear"}}) + "</div>\n",
         "full");
     html += "<div class=\"pair\">\n";

@@ -54,7 +54,8 @@
       zeroline: false, showline: true, ticks: '', tickfont: {size: narrow() ? 10 : 11, color: token('--muted')}, automargin: true, ...more};
   }
   function layout(more) {
-    return {paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', showlegend: false, hovermode: 'closest', dragmode: narrow() ? false : 'zoom',
+    const paper = printing ? {autosize: false, width: 660, height: 320} : {autosize: true};
+    return {...paper, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', showlegend: false, hovermode: 'closest', dragmode: narrow() ? false : 'zoom',
       font: {family: getComputedStyle(document.body).fontFamily, size: 12, color: token('--ink')}, margin: {l: 58, r: 16, t: narrow() ? 10 : 26, b: 44}, modebar: {bgcolor: 'rgba(0,0,0,0)', color: token('--muted'), activecolor: token('--ink')},
       hoverlabel: {bgcolor: token('--panel'), bordercolor: token('--line'), font: {size: 12, color: token('--ink')}, align: 'left'}, ...more};
   }
@@ -69,10 +70,10 @@
     const a = Math.log10(low), b = Math.log10(high), gap = Math.max(0.12, 0.04 * (b - a));
     return {range: [a - gap, b + gap], dtick: Math.max(1, Math.ceil((b - a) / (narrow() ? 6 : 9)))};
   }
-  /// `step`: between marks, 4 or 16 times.
-  function positionAxis(last, step) {
+  /// Marks 4 times apart in a wide chart on a screen, otherwise 16.
+  function positionAxis(last, wide) {
     if (choices.axis === 'linear') return axis('Tokens seen', {type: 'linear', tickformat: ',d', nticks: narrow() ? 4 : 9, range: [0, last * 1.01]});
-    const ticks = [];
+    const ticks = [], step = wide && !narrow() && !printing ? 4 : 16;
     for (let t = 1; t <= last; t *= step) ticks.push(t);
     if (last / ticks[ticks.length - 1] >= step / 2) ticks.push(last);
     return axis('Tokens seen', {type: 'log', tickmode: 'array', tickvals: ticks, ticktext: ticks.map(short), tickangle: 0, range: [Math.log10(data.coarse.first[0] + 1) - 0.03, Math.log10(last) + 0.03]});
@@ -120,10 +121,9 @@
           text: xs.map((_, i) => `<b>${html(state.name)}</b><br>${span(cells.first[i], cells.last[i])}<br>mean KL ${figure(figures.mean[i])} nats`), hovertemplate: '%{text}<extra></extra>'});
         values.push(...figures.mean);
       } else {
-        traces.push({x: xs.concat([...xs].reverse()), y: positive(figures.max.concat([...figures.min].reverse())), fill: 'toself', fillcolor: faded(token(state.color), 0.10), line: {width: 0}, mode: 'lines', hoverinfo: 'skip'});
         traces.push({x: figures.at.map((t) => t < 0 ? null : t + 1), y: positive(figures.max), mode: 'markers', marker: {color: token(state.color), symbol: state.symbol, size: 5}, name: html(state.name),
           text: figures.at.map((t, i) => `<b>${html(state.name)}</b><br>largest KL of ${span(cells.first[i], cells.last[i])}<br>${figure(figures.max[i])} nats at position ${count(t)}${figures.of ? ' of ' + html(data.documents[figures.of[i]]) : ''}<br>smallest ${figure(figures.min[i])}`), hovertemplate: '%{text}<extra></extra>'});
-        values.push(...figures.max, ...figures.min);
+        values.push(...figures.max);
       }
       const row = choices.view === 'mean' ? figures.kl : choices.view === 'fine' ? figures.mean : figures.max;
       const last = [...row].reverse().find((v) => v > 0);
@@ -133,7 +133,7 @@
     const box = element('drift');
     const labels = narrow() ? [] : endLabels(ends, range, box.clientHeight - 70);
     const room = narrow() ? 12 : 24 + 7 * Math.max(4, ...visible().map((s) => Math.min(20, s.name.length)));
-    Plotly.react(box, traces, layout({xaxis: positionAxis(data.last_bin.last, 4), yaxis: axis(choices.view === 'extremes' ? 'KL, nats' : 'Mean KL, nats', {...logTicks(), range, dtick}), margin: {l: 58, r: room, t: narrow() ? 10 : 26, b: 44}, annotations: labels}), settings());
+    Plotly.react(box, traces, layout({xaxis: positionAxis(data.last_bin.last, true), yaxis: axis(choices.view === 'extremes' ? 'KL, nats' : 'Mean KL, nats', {...logTicks(), range, dtick}), margin: {l: 58, r: room, t: narrow() ? 10 : 26, b: 44}, annotations: labels}), settings());
   }
 
   function drawTop1() {
@@ -149,7 +149,7 @@
       traces.push({x: xs, y, mode: 'lines', line: line(state), text: xs.map((_, i) => `<b>${html(state.name)}</b><br>${span(cells.first[i], cells.last[i])}<br>${figure(y[i])} %${limits(low[i], high[i])}`), hovertemplate: '%{text}<extra></extra>'});
       for (const v of [...y, ...low]) if (v !== null) least = Math.min(least, v);
     }
-    Plotly.react(element('top1'), traces, layout({xaxis: positionAxis(data.last_bin.last, 16), yaxis: axis('Agreement, %', {range: [least - 0.05 * (100.5 - least), 100 + 0.04 * (100.5 - least)], nticks: 6})}), settings());
+    Plotly.react(element('top1'), traces, layout({xaxis: positionAxis(data.last_bin.last, false), yaxis: axis('Agreement, %', {range: [least - 0.05 * (100.5 - least), 100 + 0.04 * (100.5 - least)], nticks: 6})}), settings());
   }
 
   function drawTail() {
@@ -277,7 +277,7 @@
   let closed = [];
   window.addEventListener('beforeprint', () => {
     printing = true;
-    closed = [...document.querySelectorAll('details:not([open])')];
+    closed = [...document.querySelectorAll('details.printed:not([open])')];
     for (const d of closed) d.open = true;
     applyTheme();
     draw();
