@@ -308,9 +308,9 @@ class SentencePieceTokenizer final : public Tokenizer {
   std::array<int32_t, 256> byte_ids_{};
   int32_t unknown_ = 0;
   std::optional<CharacterRules> rules_;
-  std::optional<MergeTable> merges_;            // BPE
-  std::optional<PieceTrie> trie_;               // unigram; with neither the library encodes
-  float lowest_score_ = 0, highest_score_ = 0;  // of normal pieces
+  std::optional<MergeTable> merges_;  // BPE
+  std::optional<PieceTrie> trie_;     // unigram; with neither the library encodes
+  float lowest_score_ = 0;            // of normal pieces
 };
 
 SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_library)
@@ -338,7 +338,7 @@ SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_libra
         kind = TokenPiece::Kind::kControl;
         break;
       case Model::kUnknown:
-        kind = TokenPiece::Kind::kUnknown;
+        kind = TokenPiece::Kind::kVerbatim;
         surface = model_.unknown_surface;
         break;
       case Model::kByte: {
@@ -356,7 +356,6 @@ SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_libra
         has_unused = has_unused || piece.type == Model::kUnused;
         if (piece.type == Model::kNormal) {
           lowest_score_ = first_normal ? piece.score : std::min(lowest_score_, piece.score);
-          highest_score_ = first_normal ? piece.score : std::max(highest_score_, piece.score);
           first_normal = false;
         }
         pieces_[piece.text] = id;
@@ -367,6 +366,7 @@ SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_libra
           longest_user_defined_ = std::max(longest_user_defined_, piece.text.size());
         }
         surface = piece.text;
+        if (!surface.starts_with(kSpace)) kind = TokenPiece::Kind::kVerbatim;
         for (size_t at = 0; (at = surface.find(kSpace, at)) != std::string::npos; ++at) {
           surface.replace(at, kSpace.size(), " ");
         }
@@ -375,7 +375,7 @@ SentencePieceTokenizer::SentencePieceTokenizer(std::string bytes, bool use_libra
     surfaces_.push_back(std::move(surface));
     kinds_.push_back(kind);
   }
-  if (use_library || model_.whitespace_suffix) return;
+  if (use_library) return;
   // With BPE the library takes unused pieces apart again, in an order that depends on the whole
   // text.
   if (model_.model_type == 2 && !has_unused) build_merges();
@@ -428,8 +428,8 @@ void SentencePieceTokenizer::build_merges() {
   merges_.emplace(rules, std::unordered_set<int32_t>());
 }
 
-// Character rules, a leading space, spaces removed at the ends and doubled ones, as the model says;
-// spaces as U+2581.
+// Character rules, a space at the front (or the end), spaces removed at the ends and doubled ones,
+// as the model says; spaces as U+2581.
 std::string SentencePieceTokenizer::normalize(std::string_view text) const {
   std::string out;
   const bool remove_spaces = model_.remove_extra_whitespaces;
@@ -456,7 +456,7 @@ std::string SentencePieceTokenizer::normalize(std::string_view text) const {
     for (size_t after = 0; offset < text.size() && next(&after) == " ";) offset = after;
   }
   if (offset == text.size()) return out;
-  if (model_.add_dummy_prefix) out += space;
+  if (model_.add_dummy_prefix && !model_.whitespace_suffix) out += space;
   bool after_space = remove_spaces;
   while (offset < text.size()) {
     std::string_view part = next(&offset);
@@ -466,6 +466,7 @@ std::string SentencePieceTokenizer::normalize(std::string_view text) const {
     after_space = remove_spaces && part.ends_with(' ');
   }
   while (remove_spaces && out.ends_with(space)) out.resize(out.size() - space.size());
+  if (model_.add_dummy_prefix && model_.whitespace_suffix) out += space;
   return out;
 }
 
@@ -518,8 +519,9 @@ std::vector<int32_t> SentencePieceTokenizer::encode_bpe(std::string_view normali
 }
 
 // Best path over all segmentations, character by character: the score of a path is the sum of its
-// pieces' scores. Sums are kept in FP32 and the first of equal candidates stays, as in the library:
-// ties are decided by rounding.
+// pieces' scores. Ties are decided by rounding, so the sums are kept as the library (0.2.3) keeps
+// them: in FP32, the first of equal candidates stays, and all open paths start again from the
+// current one when that has fallen below -100,000.
 std::vector<int32_t> SentencePieceTokenizer::encode_unigram(std::string_view normalized) const {
   struct Node {
     float score = 0;
@@ -527,14 +529,21 @@ std::vector<int32_t> SentencePieceTokenizer::encode_unigram(std::string_view nor
     size_t begin = SIZE_MAX;  // of the last piece of the best path that ends here
   };
   constexpr float kUnknownPenalty = 10;
+  constexpr float kLowestSum = -100000;
   std::vector<Node> ends(normalized.size() + 1);
+  size_t furthest = 0;
   const auto offer = [&](size_t begin, size_t end, int32_t id, float score) {
     const float candidate = score + ends[begin].score;
-    if (ends[end].begin == SIZE_MAX || candidate > ends[end].score) {
+    if (ends[end].begin == SIZE_MAX || candidate > ends[end].score)
       ends[end] = {candidate, id, begin};
-    }
+    furthest = std::max(furthest, end);
   };
   for (size_t begin = 0; begin < normalized.size();) {
+    if (const float sum = ends[begin].score; sum < kLowestSum) {
+      for (size_t end = begin; end <= furthest; ++end) {
+        if (ends[end].begin != SIZE_MAX) ends[end].score -= sum;
+      }
+    }
     const size_t after = begin + utf8_step(normalized.substr(begin)).length;
     bool has_character = false;
     int32_t node = PieceTrie::kRoot;
@@ -546,11 +555,11 @@ std::vector<int32_t> SentencePieceTokenizer::encode_unigram(std::string_view nor
       const Model::Piece& piece = model_.pieces[static_cast<size_t>(id)];
       if (piece.type == Model::kUnused) continue;
       has_character = has_character || end == after;
-      // A user-defined symbol always beats what else could stand there.
-      const float score =
-          piece.type == Model::kUserDefined
-              ? static_cast<float>(static_cast<float>(end - begin) * highest_score_ - 0.1)
-              : piece.score;
+      // No path of normal pieces, whose scores are logarithms of probabilities, beats a
+      // user-defined symbol.
+      const float score = piece.type == Model::kUserDefined
+                              ? static_cast<float>(0.1 * (static_cast<double>(end - begin) - 1))
+                              : piece.score;
       offer(begin, end, id, score);
     }
     if (!has_character) offer(begin, after, unknown_, lowest_score_ - kUnknownPenalty);

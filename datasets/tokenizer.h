@@ -37,11 +37,11 @@ struct DecodeRules {
 /// One token for the decoder.
 struct TokenPiece {
   enum class Kind {
-    kText,     // `bytes` is UTF-8 (any bytes under Bytes::kStream)
-    kUnknown,  // the same, and keeps its leading space
-    kByte,     // `bytes` is one byte of a run
-    kControl,  // a token without text; ends a run of bytes
-    kAbsent,   // the id has no token
+    kText,      // `bytes` is UTF-8 (any bytes under Bytes::kStream)
+    kVerbatim,  // the same, and keeps its leading space
+    kByte,      // `bytes` is one byte of a run
+    kControl,   // a token without text; ends a run of bytes
+    kAbsent,    // the id has no token
   };
   Kind kind = Kind::kAbsent;
   std::string_view bytes;

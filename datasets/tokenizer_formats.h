@@ -17,9 +17,9 @@ namespace replayeval {
 /// section for damaged files and for rules that are not known.
 std::unique_ptr<Tokenizer> load_byte_bpe(const std::filesystem::path& file);
 
-/// tokenizer.model (SentencePiece). BPE models with the identity normalizer are encoded by
-/// MergeStream, the others by the sentencepiece library; `use_library` sends all of them there.
-/// Throws std::runtime_error for a damaged file.
+/// tokenizer.model (SentencePiece). BPE and unigram models are encoded here; models of characters
+/// or words, and BPE models with unused pieces, by the sentencepiece library, as all are with
+/// `use_library`. Throws std::runtime_error for a damaged file.
 std::unique_ptr<Tokenizer> load_sentencepiece(const std::filesystem::path& file,
                                               bool use_library = false);
 

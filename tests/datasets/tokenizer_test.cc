@@ -11,7 +11,9 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "base/hash.h"
 #include "datasets/pre_tokenize.h"
+#include "datasets/token_stream.h"
 #include "datasets/tokenizer_formats.h"
 #include "datasets/utf8.h"
 #include "tests/datasets/temporary_folder.h"
@@ -144,6 +146,40 @@ TEST_CASE("every stored encoding and decoding is reproduced") {
     CHECK(check.decodes == 233 + 60);
     CHECK(check.decodes_equal == check.decodes);
     CHECK(check.passed());
+  }
+}
+
+// Ids by tokenizers 0.23.3 and sentencepiece 0.2.3, joined by spaces.
+TEST_CASE("a whole book has the ids of the original libraries") {
+  const std::string book = test::case_path("datasets/pg19/test/3608.txt");
+  if (book.empty()) return;
+  struct Stored {
+    const char* folder;  // empty: the mini model
+    size_t ids;
+    const char* sha256;
+  };
+  const Stored answers[] = {
+      {"qwen3", 339441, "7ff7c1302072729efa6010af4069c817b00e9d71719e133443969b5219c254ea"},
+      {"qwen3_5-first60k", 354122,
+       "75d01f10dcb4df9169302a2f1d8b41f618e98dc107b371f7e81f50730ca7f10a"},
+      {"tekken-first50k", 363264,
+       "eecbfa4cbc19a3e42d31201d772d26c81db1f29c10b73b4687dd1c048f449d53"},
+      {"mistral-v1", 374240, "4be66f84a8639097d935e9899c03bca57c1044deacb9ca0d9ee261928466f752"},
+      {"sp-unigram-ja", 1273932,
+       "218401ad44971dc345f511b5a2636c349f44319d615d80b448ec7d14209d9eaa"},
+      {"", 433858, "77cae51f9fbc1a40e31936d88d42a8150542002365cb2fd9841d3309df103691"},
+  };
+  const std::string text = read_text(book);
+  for (const Stored& answer : answers) {
+    const Tokenizer* tokenizer =
+        tokenizer_of(*answer.folder == '\0' ? mini_model() : stored(answer.folder));
+    if (tokenizer == nullptr) continue;
+    CAPTURE(answer.folder);
+    const std::vector<int32_t> ids = tokenizer->encode(text);
+    CHECK(ids.size() == answer.ids);
+    std::string joined;
+    for (int32_t id : ids) joined += (joined.empty() ? "" : " ") + std::to_string(id);
+    CHECK(sha256_hex(joined) == answer.sha256);
   }
 }
 
