@@ -379,6 +379,13 @@ int parse_and_run(int argc, const char* const* argv) {
   format_app->add_option("--seed", format_options.seed,
                          "of the synthetic data and of stochastic rounding");
   format_app->add_flag("--json", format_options.json, "as JSON");
+  format_app->add_option(
+      "--states", format_options.states,
+      "state dumps to measure the error on: a file, a folder, or a run with dump_states");
+  format_app->add_option(
+      "--run", format_options.run,
+      "a run with state_error_every: error of each head, predicted and measured");
+  format_app->add_option("-o,--output", format_options.output, "HDF5 file to save the figures in");
   format_app->callback([&] { result = show_format(format_options); });
 
   std::string list_what;

@@ -13,6 +13,11 @@ struct ShowFormatOptions {
   StateShape shape{64, 128};
   uint64_t seed = 1;
   bool json = false;
+  std::string states;  // state dumps of a run or another engine (file, folder or run folder):
+                       // errors on them too
+  std::string run;  // a run with state_error_every: what errors grow to in each head, predicted and
+                    // measured
+  std::string output;  // HDF5 file to save everything in; empty: none
 };
 
 /// The text of show_format: element, bits an element, error of both roundings on synthetic states,

@@ -2,11 +2,19 @@
 #include "harness/show_format.h"
 
 #include <doctest/doctest.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+
+#include "harness/teacher_forced.h"
+#include "reports/files.h"
+#include "reports/hdf5_image.h"
+#include "reports/state_dump.h"
 
 namespace replayeval {
 namespace {
@@ -70,6 +78,101 @@ TEST_CASE("text has every table; wrong requests are refused") {
   options.shape = {64, 128};
   options.format = "mxfp5";
   CHECK_THROWS_AS(format_text(options), std::invalid_argument);
+}
+
+TEST_CASE("errors on dumped states, growth beside a run, and everything as HDF5") {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("replayeval-format-" + std::to_string(::getpid()));
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  const std::string root = REPLAYEVAL_SOURCE_DIR;
+  const std::filesystem::path file = folder / "run.yaml";
+  std::ofstream(file)
+      << "job: kl\nmodel: " << root << "/models/mini-mamba2\n"
+      << "data: {kind: pg19, path: " << root << "/datasets/sample, documents: 1, tokens: 256}\n"
+      << "states: [fp8+sr]\nstate_error_every: 64\ndump_states: [127, 143, 255]\nout: "
+      << (folder / "out").string() << "\n";
+  REQUIRE(run_teacher_forced(load_experiment(file), {}) == 0);
+  const auto dumps = read_state_dumps(folder / "out");
+  REQUIRE(dumps.size() == 3);
+  CHECK(dumps[0].position == 127);
+  CHECK(dumps[0].layers.size() == 6);
+  const LayerDump& layer = dumps[1].layers[0];
+  CHECK(dumps[1].position == 143);
+  CHECK(layer.tokens == 16);
+  REQUIRE(layer.x.size() == 16u * 8 * 64);
+  // A dump's records lead from the state of the window before to its own: S' = 2^(sum dt a) S +
+  // sum_j 2^(sum after j) dt_j x_j B_j^T.
+  const LayerDump& before = dumps[0].layers[0];
+  const LayerDump& after = dumps[1].layers[0];
+  double worst = 0, largest = 0;
+  for (int h = 0; h < 8; ++h) {
+    for (int p = 0; p < 64; ++p) {
+      for (int n = 0; n < 128; ++n) {
+        const size_t at =
+            (static_cast<size_t>(h) * 64 + static_cast<size_t>(p)) * 128 + static_cast<size_t>(n);
+        double state = static_cast<double>(before.state[at]);
+        for (size_t t = 0; t < 16; ++t) {
+          const double dt = static_cast<double>(after.dt[t * 8 + static_cast<size_t>(h)]);
+          state = state * std::exp2(dt *
+                                    static_cast<double>(after.decay_log2[static_cast<size_t>(h)])) +
+                  dt *
+                      static_cast<double>(
+                          after.x[(t * 8 + static_cast<size_t>(h)) * 64 + static_cast<size_t>(p)]) *
+                      static_cast<double>(after.b[t * 128 + static_cast<size_t>(n)]);
+        }
+        worst = std::max(worst, std::abs(state - static_cast<double>(after.state[at])));
+        largest = std::max(largest, std::abs(state));
+      }
+    }
+  }
+  // 16 records: each term carries a few roundings of 2^-24, decays 1e-7 relative; the largest
+  // element bounds the terms here within a factor of 16.
+  CHECK(worst <= 16 * 16 * 0x1p-24 * largest);
+  CHECK(largest > 0);
+
+  ShowFormatOptions options;
+  options.format = "fp8";
+  options.states = (folder / "out").string();
+  options.run = (folder / "out").string();
+  options.output = (folder / "fp8.h5").string();
+  options.json = true;
+  const nlohmann::json facts = nlohmann::json::parse(format_text(options));
+  bool dumped = false;
+  for (const auto& row : facts["errors"]) {
+    if (row["data"] != "all dumped states") continue;
+    dumped = true;
+    // E4M3 has 3 mantissa bits: a relative error between 2^-6 (values in the middle of a binade)
+    // and 2^-4 (the unit roundoff) of normal values.
+    CHECK(row["relative_rms"].get<double>() < 0.0625);
+    CHECK(row["relative_rms"].get<double>() > 0.0078);
+  }
+  CHECK(dumped);
+  REQUIRE(facts["growth"].size() == 1);
+  const auto& heads = facts["growth"][0]["heads"];
+  REQUIRE(heads.size() == 48);
+  double last = 2;
+  int near = 0;
+  for (const auto& head : heads) {
+    CHECK(head["decay"].get<double>() <= last);
+    last = head["decay"].get<double>();
+    const double ratio = head["measured"].get<double>() / head["predicted"].get<double>();
+    near += ratio > 0.5 && ratio < 2;
+  }
+  CHECK(near >= 40);  // the closed form is of the right size for nearly all heads
+  const auto bytes = read_file(options.output);
+  REQUIRE(bytes);
+  const Hdf5Reader reader(options.output, *bytes);
+  CHECK(reader.dataset<double>("/growth/0/measured").size() == 48);
+  CHECK(reader.attribute<std::string>("/", "name") == "fp8");
+
+  options.format = "int8";
+  CHECK_THROWS_WITH_AS(format_text(options), doctest::Contains("state_error_every"),
+                       std::invalid_argument);
+  options.run.clear();
+  options.states = file.string();
+  CHECK_THROWS_AS(format_text(options), std::runtime_error);
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace
