@@ -43,7 +43,8 @@ struct Exact {
     const bool unit = mpz_cmpabs_ui(mpq_numref(base.get()), 1) <= 0 && is_integer(base.get());
     if (!unit && (magnitude > kMaxBits || bits * magnitude > kMaxBits * 2)) return std::nullopt;
     Rational result;
-    mpz_pow_ui(mpq_numref(result.get()), mpq_numref(base.get()), unit ? magnitude % 2 + 2 * (magnitude > 0) : magnitude);
+    mpz_pow_ui(mpq_numref(result.get()), mpq_numref(base.get()),
+               unit ? magnitude % 2 + 2 * (magnitude > 0) : magnitude);
     mpz_pow_ui(mpq_denref(result.get()), mpq_denref(base.get()), unit ? 1 : magnitude);
     if (exponent < 0) mpq_inv(result.get(), result.get());
     return done(std::move(result));
@@ -52,8 +53,8 @@ struct Exact {
   std::optional<Rational> function(const MathNode& node) {
     std::vector<Rational> x;
     if (node.text == "base") return based(node);
-    if (node.text != "factorial" && node.text != "binomial" && node.text != "abs" && node.text != "floor" &&
-        node.text != "ceil")
+    if (node.text != "factorial" && node.text != "binomial" && node.text != "abs" &&
+        node.text != "floor" && node.text != "ceil")
       return std::nullopt;
     for (const int child : node.children) {
       auto value = of(child);
@@ -74,8 +75,10 @@ struct Exact {
     } else if (node.text == "binomial" && x.size() == 2) {
       const auto n = small_integer(x[0].get(), 1000000000), k = small_integer(x[1].get(), 20000);
       if (!n || !k || *n < 0 || *k < 0 || !budget->spend(*k)) return std::nullopt;
-      if (*k * std::log2(static_cast<double>(*n) + 2) > static_cast<double>(kMaxBits)) return std::nullopt;
-      mpz_bin_uiui(mpq_numref(result.get()), static_cast<unsigned long>(*n), static_cast<unsigned long>(*k));
+      if (*k * std::log2(static_cast<double>(*n) + 2) > static_cast<double>(kMaxBits))
+        return std::nullopt;
+      mpz_bin_uiui(mpq_numref(result.get()), static_cast<unsigned long>(*n),
+                   static_cast<unsigned long>(*k));
     } else {
       return std::nullopt;
     }
@@ -151,7 +154,8 @@ double add_errors(double a, double b) {
 
 double magnitude_of(mpfr_srcptr x) {
   if (mpfr_zero_p(x)) return kExact;
-  return mpfr_regular_p(x) ? static_cast<double>(mpfr_get_exp(x)) : std::numeric_limits<double>::infinity();
+  return mpfr_regular_p(x) ? static_cast<double>(mpfr_get_exp(x))
+                           : std::numeric_limits<double>::infinity();
 }
 
 struct Unsupported {};
@@ -167,7 +171,10 @@ uint64_t mix(uint64_t x) {  // SplitMix64
 class Evaluator {
  public:
   Evaluator(const MathTree& tree, const EvaluationPoint& point, WorkBudget* budget)
-      : tree_(tree), point_(point), budget_(budget), weight_(std::max<int64_t>(1, point.precision / 256)) {}
+      : tree_(tree),
+        point_(point),
+        budget_(budget),
+        weight_(std::max<int64_t>(1, point.precision / 256)) {}
 
   bool complex_branch = false;
   double lost_bits = 0;
@@ -184,7 +191,8 @@ class Evaluator {
         return sum(node);
       case MathKind::kProduct: {
         ComplexBall result = of(node.children[0]);
-        for (size_t i = 1; i < node.children.size(); ++i) result = multiply(result, of(node.children[i]));
+        for (size_t i = 1; i < node.children.size(); ++i)
+          result = multiply(result, of(node.children[i]));
         return result;
       }
       case MathKind::kQuotient:
@@ -226,12 +234,14 @@ class Evaluator {
     if (mpfr_set_q(result.re, value.get(), MPFR_RNDN) != 0) rounded(&result);
     return result;
   }
-  // Adds the rounding of an operation whose result this is: each part is within one unit in the last place.
+  // Adds the rounding of an operation whose result this is: each part is within one unit in the
+  // last place.
   void rounded(ComplexBall* z) const {
     const double magnitude = z->magnitude();
     if (std::isinf(magnitude) && magnitude > 0) throw Unsupported();
     if (mpfr_nan_p(z->re) || mpfr_nan_p(z->im)) throw Undefined();
-    if (magnitude != kExact) z->error = add_errors(z->error, magnitude - static_cast<double>(point_.precision) + 2);
+    if (magnitude != kExact)
+      z->error = add_errors(z->error, magnitude - static_cast<double>(point_.precision) + 2);
   }
 
   ComplexBall constant_pi() const {
@@ -255,7 +265,6 @@ class Evaluator {
       return result;
     }
     if (name == "infinity" || name == "emptyset" || name.starts_with("set ")) throw Unsupported();
-    if (!point_.renamed.empty() && name == point_.renamed) name = point_.as;
     uint64_t hash = 0xCBF29CE484222325u;  // FNV-1a
     for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3u;
     hash = mix(hash ^ mix(point_.seed));
@@ -272,7 +281,8 @@ class Evaluator {
       mpfr_mul_2ui(result.re, result.re, 1, MPFR_RNDN);
       mpfr_add_d(result.re, result.re, 0.5, MPFR_RNDN);
     }
-    if (!point_.positive && (mix(hash ^ 0xA5A5) & 1) != 0) mpfr_neg(result.re, result.re, MPFR_RNDN);
+    if (!point_.positive && (mix(hash ^ 0xA5A5) & 1) != 0)
+      mpfr_neg(result.re, result.re, MPFR_RNDN);
     return result;
   }
 
@@ -290,7 +300,8 @@ class Evaluator {
     rounded(&result);
     const double x = a.magnitude(), y = b.magnitude();
     if (x != kExact && y != kExact)
-      lost_bits = std::max(lost_bits, std::fabs(x - y) + 128 - static_cast<double>(point_.precision));
+      lost_bits =
+          std::max(lost_bits, std::fabs(x - y) + 128 - static_cast<double>(point_.precision));
     return result;
   }
 
@@ -309,7 +320,8 @@ class Evaluator {
       mpfr_fmma(result.im, a.re, b.im, a.im, b.re, MPFR_RNDN);
     }
     // |ab - a'b'| <= |a| eb + |b| ea + ea eb
-    result.error = add_errors(add_errors(a.magnitude() + b.error, b.magnitude() + a.error), a.error + b.error);
+    result.error =
+        add_errors(add_errors(a.magnitude() + b.error, b.magnitude() + a.error), a.error + b.error);
     if (std::isnan(result.error)) result.error = kExact;
     rounded(&result);
     return result;
@@ -398,7 +410,8 @@ class Evaluator {
       const double size = z.magnitude();
       if (z.error != kExact) {
         if (size == kExact || z.error > size - 4)
-          result.error = z.error / static_cast<double>(degree) + 2;  // |a^(1/n) - b^(1/n)| <= |a - b|^(1/n)
+          result.error =
+              z.error / static_cast<double>(degree) + 2;  // |a^(1/n) - b^(1/n)| <= |a - b|^(1/n)
         else
           result.error = z.error + result.magnitude() - size + 3;
       }
@@ -436,10 +449,12 @@ class Evaluator {
         ComplexBall result = integer_power(base, static_cast<unsigned long>(std::labs(*n)));
         return *n < 0 ? divide(integer(1), result) : result;
       }
-      if (base.is_real() && mpfr_sgn(base.re) >= 0 && mpz_cmp_ui(mpq_denref(exponent->get()), 64) <= 0 &&
+      if (base.is_real() && mpfr_sgn(base.re) >= 0 &&
+          mpz_cmp_ui(mpq_denref(exponent->get()), 64) <= 0 &&
           mpz_cmpabs_ui(mpq_numref(exponent->get()), 4096) <= 0) {
-        ComplexBall result = integer_power(root(base, mpz_get_ui(mpq_denref(exponent->get()))),
-                                           static_cast<unsigned long>(std::labs(mpz_get_si(mpq_numref(exponent->get())))));
+        ComplexBall result = integer_power(
+            root(base, mpz_get_ui(mpq_denref(exponent->get()))),
+            static_cast<unsigned long>(std::labs(mpz_get_si(mpq_numref(exponent->get())))));
         return mpq_sgn(exponent->get()) < 0 ? divide(integer(1), result) : result;
       }
     }
@@ -453,9 +468,11 @@ class Evaluator {
 
   ComplexBall sine_or_cosine(const ComplexBall& z, bool sine) {
     spend(60);
-    if (z.error > 0) throw Unsupported();
+    // Reducing a larger argument needs as many digits of pi as it has bits.
+    if (z.error > 0 || z.magnitude() > 4096) throw Unsupported();
     if (!sine && z.magnitude() != kExact)
-      lost_bits = std::max(lost_bits, -2 * z.magnitude() + 128 - static_cast<double>(point_.precision));
+      lost_bits =
+          std::max(lost_bits, -2 * z.magnitude() + 128 - static_cast<double>(point_.precision));
     if (z.is_real())
       return real(z, 0, [&](mpfr_ptr out, mpfr_srcptr x, mpfr_rnd_t round) {
         return sine ? mpfr_sin(out, x, round) : mpfr_cos(out, x, round);
@@ -470,7 +487,8 @@ class Evaluator {
     mpfr_mul(result.im, sine ? c : s, sh, MPFR_RNDN);
     if (!sine) mpfr_neg(result.im, result.im, MPFR_RNDN);
     mpfr_clears(s, c, sh, ch, static_cast<mpfr_ptr>(nullptr));
-    result.error = add_errors(z.error + growth + 3, growth - static_cast<double>(point_.precision) + 3);
+    result.error =
+        add_errors(z.error + growth + 3, growth - static_cast<double>(point_.precision) + 3);
     rounded(&result);
     return result;
   }
@@ -485,7 +503,8 @@ class Evaluator {
     const std::string& name = node.text;
     const size_t count = node.children.size();
     Exact exact{tree_, budget_};
-    if (name == "factorial" || name == "binomial" || name == "base" || name == "floor" || name == "ceil") {
+    if (name == "factorial" || name == "binomial" || name == "base" || name == "floor" ||
+        name == "ceil") {
       if (const auto value = exact.function(node)) return from(*value);
     }
     if (count == 2) {
@@ -502,7 +521,8 @@ class Evaluator {
       for (size_t i = 1; i < count; ++i) {
         const ComplexBall next = real_argument(node, i);
         best.error = std::max(best.error, next.error);
-        if ((mpfr_cmp(next.re, best.re) > 0) == (name == "max")) mpfr_set(best.re, next.re, MPFR_RNDN);
+        if ((mpfr_cmp(next.re, best.re) > 0) == (name == "max"))
+          mpfr_set(best.re, next.re, MPFR_RNDN);
       }
       return best;
     }
@@ -518,7 +538,9 @@ class Evaluator {
     if (name == "sin" || name == "cos") return sine_or_cosine(of(node.children[0]), name == "sin");
     if (name == "tan" || name == "cot" || name == "sec" || name == "csc") {
       const ComplexBall z = of(node.children[0]);
-      const ComplexBall above = name == "tan" ? sine_or_cosine(z, true) : name == "cot" ? sine_or_cosine(z, false) : integer(1);
+      const ComplexBall above = name == "tan"   ? sine_or_cosine(z, true)
+                                : name == "cot" ? sine_or_cosine(z, false)
+                                                : integer(1);
       return divide(above, sine_or_cosine(z, name == "cot" || name == "csc"));
     }
     if (name == "sinh" || name == "cosh" || name == "tanh") {
@@ -590,8 +612,8 @@ class Evaluator {
 
 void collect(const MathTree& tree, int node, std::vector<std::string>* out) {
   const MathNode& current = tree.at(node);
-  if (current.kind == MathKind::kSymbol && current.text != "pi" && current.text != "e" && current.text != "i" &&
-      current.text != "infinity" && current.text != "emptyset")
+  if (current.kind == MathKind::kSymbol && current.text != "pi" && current.text != "e" &&
+      current.text != "i" && current.text != "infinity" && current.text != "emptyset")
     out->push_back(current.text);
   for (const int child : current.children) collect(tree, child, out);
 }
@@ -675,7 +697,8 @@ double ComplexBall::magnitude() const {
   return a == kExact || b == kExact ? std::max(a, b) : std::max(a, b) + 1;
 }
 
-Evaluation evaluate(const MathTree& tree, int node, const EvaluationPoint& point, WorkBudget* budget) {
+Evaluation evaluate(const MathTree& tree, int node, const EvaluationPoint& point,
+                    WorkBudget* budget) {
   Evaluation result;
   Evaluator evaluator(tree, point, budget);
   try {
@@ -698,7 +721,8 @@ std::vector<std::string> free_symbols(const MathTree& tree, int node) {
   return names;
 }
 
-bool any_node(const MathTree& tree, int node, const std::function<bool(const MathNode&)>& predicate) {
+bool any_node(const MathTree& tree, int node,
+              const std::function<bool(const MathNode&)>& predicate) {
   const MathNode& current = tree.at(node);
   if (predicate(current)) return true;
   return std::any_of(current.children.begin(), current.children.end(),

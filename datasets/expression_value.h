@@ -1,4 +1,5 @@
-// Values of parsed expressions: exact rationals, and complex balls of chosen precision at given points (MPFR, GMP).
+// Values of parsed expressions: exact rationals, and complex balls of chosen precision at given
+// points (MPFR, GMP).
 #pragma once
 
 #include <gmp.h>
@@ -33,7 +34,8 @@ class Rational {
   mpq_t value_;
 };
 
-/// Work that one comparison may do, in units of about 0.3 microseconds; evaluation gives up at zero.
+/// Work that one comparison may do, in units of about 0.3 microseconds; evaluation gives up at
+/// zero.
 struct WorkBudget {
   int64_t left = 150000;
   bool spend(int64_t units) {
@@ -45,9 +47,9 @@ struct WorkBudget {
 /// A decimal literal ("12.5", "0.1(23)") as a rational.
 Rational literal_value(std::string_view literal);
 
-/// The exact value of a constant expression of rational operations, integer powers, factorials, binomials and bases. None if it is
-/// not of that kind, if a numerator or denominator would pass 2^18 bits, for a division by zero, or when the budget is spent. A percent
-/// sign divides by 100.
+/// The exact value of a constant expression of rational operations, integer powers, factorials,
+/// binomials and bases. None if it is not of that kind, if a numerator or denominator would pass
+/// 2^18 bits, for a division by zero, or when the budget is spent. A percent sign divides by 100.
 std::optional<Rational> exact_value(const MathTree& tree, int node, WorkBudget* budget);
 
 /// Where an expression is evaluated.
@@ -58,10 +60,10 @@ struct EvaluationPoint {
   int sign = 1;              // of every plus-minus
   bool decimal_log = false;  // log without a base is to base 10; otherwise natural
   mpfr_prec_t precision = 256;
-  std::string_view renamed, as;  // the symbol `renamed` has the value of the symbol `as`
 };
 
-/// A complex number with a bound on its absolute error: |true - value| <= 2^error (error -infinity: exact).
+/// A complex number with a bound on its absolute error: |true - value| <= 2^error (error -infinity:
+/// exact).
 class ComplexBall {
  public:
   explicit ComplexBall(mpfr_prec_t precision);
@@ -85,19 +87,23 @@ enum class EvaluationFailure {
 struct Evaluation {
   EvaluationFailure failure = EvaluationFailure::kNone;
   std::optional<ComplexBall> value;
-  bool complex_branch = false;  // a root, power or logarithm of a negative real took its principal value
-  double lost_bits = 0;         // an addition needs this much precision more to keep its smaller term
+  bool complex_branch =
+      false;             // a root, power or logarithm of a negative real took its principal value
+  double lost_bits = 0;  // an addition needs this much precision more to keep its smaller term
 };
 
-/// Evaluates an expression at a point. Sums, products, quotients, powers, roots, exponential, logarithms, trigonometric and hyperbolic
-/// functions and their inverses, absolute value, floor, ceil, factorial (gamma function for real arguments up to 10^6), binomials of integers,
-/// max and min. The error bound follows every operation.
-Evaluation evaluate(const MathTree& tree, int node, const EvaluationPoint& point, WorkBudget* budget);
+/// Evaluates an expression at a point. Sums, products, quotients, powers, roots, exponential,
+/// logarithms, trigonometric and hyperbolic functions and their inverses, absolute value, floor,
+/// ceil, factorial (gamma function for real arguments up to 10^6), binomials of integers, max and
+/// min. The error bound follows every operation.
+Evaluation evaluate(const MathTree& tree, int node, const EvaluationPoint& point,
+                    WorkBudget* budget);
 
 /// The symbols of an expression (constants excepted), sorted, each once.
 std::vector<std::string> free_symbols(const MathTree& tree, int node);
 
 /// Whether a node or anything below it satisfies the predicate.
-bool any_node(const MathTree& tree, int node, const std::function<bool(const MathNode&)>& predicate);
+bool any_node(const MathTree& tree, int node,
+              const std::function<bool(const MathNode&)>& predicate);
 
 }  // namespace replayeval

@@ -23,8 +23,9 @@ std::optional<BoxedAnswer> box_at(std::string_view text, size_t begin, size_t li
   if (text[open] != '{') {
     if (open == begin + name) return std::nullopt;  // \boxedsomething
     size_t end = open;
-    while (end < limit && text[end] != '$' && text[end] != '\n' &&
-           !(text[end] == '\\' && end + 1 < limit && (text[end + 1] == ')' || text[end + 1] == ']')))
+    while (
+        end < limit && text[end] != '$' && text[end] != '\n' &&
+        !(text[end] == '\\' && end + 1 < limit && (text[end + 1] == ')' || text[end + 1] == ']')))
       ++end;
     box.end = end;
     while (end > open && is_space(text[end - 1])) --end;
@@ -58,17 +59,20 @@ size_t last_name(std::string_view text, size_t limit) {
 
 bool joins(std::string_view gap) {
   if (gap.size() >= kLongestGap || gap.find_first_of(".\n") != std::string_view::npos) return false;
-  const bool blank = std::all_of(gap.begin(), gap.end(), [](char c) { return is_space(c) || c == '$'; });
+  const bool blank =
+      std::all_of(gap.begin(), gap.end(), [](char c) { return is_space(c) || c == '$'; });
   const auto has_word = [&](std::string_view word) {
     for (size_t at = gap.find(word); at != std::string_view::npos; at = gap.find(word, at + 1)) {
       const auto letter = [&](size_t i) {
-        return i < gap.size() && ((gap[i] >= 'a' && gap[i] <= 'z') || (gap[i] >= 'A' && gap[i] <= 'Z'));
+        return i < gap.size() &&
+               ((gap[i] >= 'a' && gap[i] <= 'z') || (gap[i] >= 'A' && gap[i] <= 'Z'));
       };
       if (!letter(at - 1) && !letter(at + word.size())) return true;
     }
     return false;
   };
-  return blank || gap.find_first_of(",;") != std::string_view::npos || has_word("and") || has_word("or");
+  return blank || gap.find_first_of(",;") != std::string_view::npos || has_word("and") ||
+         has_word("or");
 }
 
 }  // namespace

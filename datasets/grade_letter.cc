@@ -1,4 +1,5 @@
-// Letters of multiple-choice answers: linear scans that return what the published regular expressions return.
+// Letters of multiple-choice answers: linear scans that return what the published regular
+// expressions return.
 #include "datasets/grade_letter.h"
 
 #include <unicode/uchar.h>
@@ -36,7 +37,8 @@ char32_t code_point_at(std::string_view text, size_t at, size_t* length) {
 // Python's \s on text.
 bool is_space(char32_t c) {
   return (c >= 9 && c <= 13) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 || c == 0x1680 ||
-         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
+         c == 0x3000;
 }
 
 // Python's \w on text: letters, anything with a numeric value, and "_"; not combining marks.
@@ -59,7 +61,8 @@ size_t skip_space(std::string_view text, size_t at) {
 bool word_before(std::string_view text, size_t at) {
   if (at == 0) return false;
   size_t start = at - 1;
-  while (start > 0 && at - start < 4 && (static_cast<unsigned char>(text[start]) & 0xC0) == 0x80) --start;
+  while (start > 0 && at - start < 4 && (static_cast<unsigned char>(text[start]) & 0xC0) == 0x80)
+    --start;
   size_t length;
   const char32_t point = code_point_at(text, start, &length);
   return start + length == at && is_word(point);
@@ -84,14 +87,17 @@ void for_each_answer_word(std::string_view text, Visit visit) {
     if (starts_with_any_case(text, at, "answer") && !visit(at + 6)) return;
 }
 
-LetterAnswer found(std::string_view text, size_t at, int stage = 1) { return {text[at], stage, at}; }
+LetterAnswer found(std::string_view text, size_t at, int stage = 1) {
+  return {text[at], stage, at};
+}
 
 LetterAnswer first_answer_is(std::string_view text, Options) {
   constexpr std::string_view phrase = "answer is ";
   for (size_t at = text.find(phrase); at != kNone; at = text.find(phrase, at + 1)) {
     size_t letter = at + phrase.size();
     if (letter < text.size() && text[letter] == '(') ++letter;
-    if (letter < text.size() && text[letter] >= 'A' && text[letter] <= 'J') return found(text, letter);
+    if (letter < text.size() && text[letter] >= 'A' && text[letter] <= 'J')
+      return found(text, letter);
   }
   return {};
 }
@@ -126,21 +132,25 @@ LetterAnswer mmlu_pro_cascade(std::string_view text, Options options) {
 
 LetterAnswer simple_evals(std::string_view text, Options) {
   LetterAnswer answer;
-  const auto blank = [&](size_t at) { return at < text.size() && (text[at] == ' ' || text[at] == '\t'); };
+  const auto blank = [&](size_t at) {
+    return at < text.size() && (text[at] == ' ' || text[at] == '\t');
+  };
   for_each_answer_word(text, [&](size_t at) {
     while (blank(at)) ++at;
     if (at == text.size() || text[at] != ':') return true;
     ++at;
     while (blank(at)) ++at;
     if (at < text.size() && text[at] == '$') ++at;
-    if (at < text.size() && to_upper(text[at]) >= 'A' && to_upper(text[at]) <= 'D') answer = found(text, at);
+    if (at < text.size() && to_upper(text[at]) >= 'A' && to_upper(text[at]) <= 'D')
+      answer = found(text, at);
     return !answer;
   });
   return answer;
 }
 
 LetterAnswer gpqa_authors(std::string_view text, Options) {
-  constexpr std::string_view patterns[] = {"answer is (", "Answer: (", "answer: (", "answer (", "("};
+  constexpr std::string_view patterns[] = {"answer is (", "Answer: (", "answer: (", "answer (",
+                                           "("};
   int stage = 0;
   for (const std::string_view pattern : patterns) {
     ++stage;
@@ -157,7 +167,8 @@ LetterAnswer gpqa_authors(std::string_view text, Options) {
   return {};
 }
 
-// [*_]{0,2} \s* : [\s*_]{0,2} \s* ([A-Z]) (?![a-zA-Z0-9]) behind the word "answer"; offset of the letter, or kNone.
+// [*_]{0,2} \s* : [\s*_]{0,2} \s* ([A-Z]) (?![a-zA-Z0-9]) behind the word "answer"; offset of the
+// letter, or kNone.
 size_t letter_behind_colon(std::string_view text, size_t at) {
   const auto mark = [&](size_t i) { return i < text.size() && (text[i] == '*' || text[i] == '_'); };
   for (int i = 0; i < 2 && mark(at); ++i) ++at;
@@ -299,7 +310,8 @@ LetterAnswer multi_choice(std::string_view text, Options options, bool last, boo
   };
   std::vector<std::string> wanted;
   for (const std::string& option : options)
-    wanted.push_back(clean ? without_punctuation(trimmed(option), nullptr) : std::string(trimmed(option)));
+    wanted.push_back(clean ? without_punctuation(trimmed(option), nullptr)
+                           : std::string(trimmed(option)));
   if (clean) {
     std::vector<size_t> map;
     const std::string cleaned = without_punctuation(text, &map);
@@ -313,7 +325,8 @@ LetterAnswer multi_choice(std::string_view text, Options options, bool last, boo
   const size_t letters = std::min<size_t>(options.size(), 26);
   for (size_t at = text.find(':'); at != kNone; at = text.find(':', at + 1)) {
     const size_t letter = skip_space(text, at + 1);
-    if (letter >= text.size() || !ascii_upper(text[letter]) || static_cast<size_t>(text[letter] - 'A') >= letters)
+    if (letter >= text.size() || !ascii_upper(text[letter]) ||
+        static_cast<size_t>(text[letter] - 'A') >= letters)
       continue;
     answer = found(text, letter, 3);
     if (!last) break;
@@ -361,7 +374,8 @@ LetterAnswer letter_in_box(std::string_view text, const BoxedAnswer& box) {
       size_t name = at + 1;
       while (name < end && ascii_letter(text[name])) ++name;
       const std::string_view command = text.substr(at + 1, name - at - 1);
-      if (!command.starts_with("text") && !command.starts_with("math") && command != "mbox" && command != "left")
+      if (!command.starts_with("text") && !command.starts_with("math") && command != "mbox" &&
+          command != "left")
         return {};
       at = name;
     } else if (c == ' ' || c == '(' || c == '{' || c == '~' || c == '*' || c == '$' || c == '\\') {
@@ -372,8 +386,8 @@ LetterAnswer letter_in_box(std::string_view text, const BoxedAnswer& box) {
   }
   if (at >= end || !ascii_upper(text[at])) return {};
   const char next = at + 1 < end ? text[at + 1] : '}';
-  if (next == ')' || next == '}' || next == '.' || next == ':' || next == '$' || next == '\\' || next == ' ' ||
-      next == '*')
+  if (next == ')' || next == '}' || next == '.' || next == ':' || next == '$' || next == '\\' ||
+      next == ' ' || next == '*')
     return found(text, at);
   return {};
 }
@@ -384,13 +398,15 @@ LetterAnswer boxed_letter(std::string_view text, Options) {
 }
 
 LetterAnswer last_answer(std::string_view text, Options options) {
-  const char last = static_cast<char>('A' + (options.empty() ? 10 : std::min<size_t>(options.size(), 26)) - 1);
+  const char last =
+      static_cast<char>('A' + (options.empty() ? 10 : std::min<size_t>(options.size(), 26)) - 1);
   LetterAnswer answer = boxed_letter(text, options);
   if (answer && answer.letter > last) answer = {};
   for_each_answer_word(text, [&](size_t at) {
     constexpr std::string_view marks = "*_\"'`$({[:=\\~";
-    constexpr std::string_view fillers[] = {"is", "option", "choice", "letter", "would", "be",
-                                            "should", "must", "the", "boxed", "text", "correct"};
+    constexpr std::string_view fillers[] = {"is",    "option", "choice", "letter",
+                                            "would", "be",     "should", "must",
+                                            "the",   "boxed",  "text",   "correct"};
     bool stated = false;
     for (int steps = 0; steps < 16 && at < text.size(); ++steps) {
       at = skip_space(text, at);
@@ -413,11 +429,13 @@ LetterAnswer last_answer(std::string_view text, Options options) {
       stated = stated || word == "is" || word == "be";
       at = end;
     }
-    if (!stated || at >= text.size() || text[at] < 'A' || text[at] > last || word_after(text, at + 1)) return true;
+    if (!stated || at >= text.size() || text[at] < 'A' || text[at] > last ||
+        word_after(text, at + 1))
+      return true;
     if (at + 1 < text.size() && (text[at + 1] == '\'' || text[at + 1] == '-')) return true;
     // "the answer is A good idea", "answer: I think": an article or a pronoun, not a letter.
-    if ((text[at] == 'A' || text[at] == 'I') && at + 2 < text.size() && text[at + 1] == ' ' && text[at + 2] >= 'a' &&
-        text[at + 2] <= 'z')
+    if ((text[at] == 'A' || text[at] == 'I') && at + 2 < text.size() && text[at + 1] == ' ' &&
+        text[at + 2] >= 'a' && text[at + 2] <= 'z')
       return true;
     if (!answer || at > answer.offset) answer = found(text, at, 2);
     return true;
@@ -427,20 +445,24 @@ LetterAnswer last_answer(std::string_view text, Options options) {
 
 constexpr LetterRule kRules[] = {
     {"mmlu_pro_l1", "MMLU-Pro", "first 'answer is (X)', A-J", 1, first_answer_is},
-    {"mmlu_pro_l2", "MMLU-Pro", "cascade: 'answer is (X)', 'answer: X', last lone A-J", 3, mmlu_pro_cascade},
-    {"lm_eval_custom_extract", "lm-evaluation-harness mmlu_pro", "first 'answer is (X)', A-J", 1, first_answer_is},
+    {"mmlu_pro_l2", "MMLU-Pro", "cascade: 'answer is (X)', 'answer: X', last lone A-J", 3,
+     mmlu_pro_cascade},
+    {"lm_eval_custom_extract", "lm-evaluation-harness mmlu_pro", "first 'answer is (X)', A-J", 1,
+     first_answer_is},
     {"simple_evals_abcd", "simple-evals", "first 'Answer: X' in any case, A-D", 1, simple_evals},
     {"gpqa_authors_abcd", "GPQA", "five parenthesised patterns in order, A-D", 5, gpqa_authors},
     {"nemo_answer_colon", "NeMo-Skills", "last 'Answer: X' with * or _ around", 1, nemo_colon},
-    {"nemo_skills", "NeMo-Skills", "last box, 'The final answer is', then 'Answer: X'", 3, nemo_skills},
-    {"lm_eval_multi_choice", "lm-evaluation-harness", "first '(X)', option text, ': X'", 3, lm_eval_multi_choice},
+    {"nemo_skills", "NeMo-Skills", "last box, 'The final answer is', then 'Answer: X'", 3,
+     nemo_skills},
+    {"lm_eval_multi_choice", "lm-evaluation-harness", "first '(X)', option text, ': X'", 3,
+     lm_eval_multi_choice},
     {"lm_eval_gpqa_flexible", "lm-evaluation-harness gpqa flexible-extract",
      "last '(X)', option text in lower case without punctuation, ': X'", 3, lm_eval_gpqa_flexible},
-    {"lm_eval_gpqa_strict", "lm-evaluation-harness gpqa strict-match", "one letter after 'The answer is '", 1,
-     lm_eval_gpqa_strict},
+    {"lm_eval_gpqa_strict", "lm-evaluation-harness gpqa strict-match",
+     "one letter after 'The answer is '", 1, lm_eval_gpqa_strict},
     {"boxed_letter", "ReplayEval", "the letter in the last box", 1, boxed_letter},
-    {"last_answer", "ReplayEval", "the last stated answer: box, 'answer is X', 'Answer: X', with any markup", 2,
-     last_answer},
+    {"last_answer", "ReplayEval",
+     "the last stated answer: box, 'answer is X', 'Answer: X', with any markup", 2, last_answer},
 };
 
 }  // namespace
@@ -453,7 +475,8 @@ const LetterRule& letter_rule(std::string_view name) {
     if (rule.name == name) return rule;
     known.append(" ").append(rule.name);
   }
-  throw std::invalid_argument("letter rule: unknown rule '" + std::string(name) + "'; known:" + known);
+  throw std::invalid_argument("letter rule: unknown rule '" + std::string(name) +
+                              "'; known:" + known);
 }
 
 LetterAnswer extract_letter(std::string_view rule, std::string_view text, Options options) {

@@ -27,30 +27,38 @@ struct LetterRule {
 };
 
 /// All rules. "Word", "white space" and "." are those of Python's `re` on text (Unicode).
-///   mmlu_pro_l1            first "answer is", one space, optional "(", A-J; case-sensitive, no word end
-///   mmlu_pro_l2            (1) the above; (2) on the first line that has one, the last "answer:" or "Answer:", white space, A-J;
+///   mmlu_pro_l1            first "answer is", one space, optional "(", A-J; case-sensitive, no
+///   word end mmlu_pro_l2            (1) the above; (2) on the first line that has one, the last
+///   "answer:" or "Answer:", white space, A-J;
 ///                          (3) the last A-J that is a word
 ///   lm_eval_custom_extract the filter of lm-eval's mmlu_pro: as mmlu_pro_l1
-///   simple_evals_abcd      first "Answer" in any case, blanks, ":", blanks, optional "$", A-D in any case (returned as written, so
+///   simple_evals_abcd      first "Answer" in any case, blanks, ":", blanks, optional "$", A-D in
+///   any case (returned as written, so
 ///                          that a lower-case letter is not the gold letter, as upstream)
-///   gpqa_authors_abcd      first "answer is (.)", else "Answer: (.)", "answer: (.)", "answer (.)", "(.)"; the letter must be A-D, else the
+///   gpqa_authors_abcd      first "answer is (.)", else "Answer: (.)", "answer: (.)", "answer (.)",
+///   "(.)"; the letter must be A-D, else the
 ///                          next pattern
-///   nemo_answer_colon      last "Answer" in any case with up to two * or _ around, ":", A-Z that no letter or digit follows; upper case
-///   nemo_skills            (1) the last box, (2) else "The final answer is" to the end of the text: one character, or the last lone
+///   nemo_answer_colon      last "Answer" in any case with up to two * or _ around, ":", A-Z that
+///   no letter or digit follows; upper case nemo_skills            (1) the last box, (2) else "The
+///   final answer is" to the end of the text: one character, or the last lone
 ///                          capital in it; (3) nemo_answer_colon
 ///   lm_eval_multi_choice, lm_eval_gpqa_flexible
-///                          (1) first / last parenthesised capital; (2) first / last option text (in lower case, without
-///                          punctuation, for the second); (3) ":" white space, letter of an option
-///   lm_eval_gpqa_strict    what follows the first "The answer is " in its line, without the last character and punctuation, if it is one letter
-///   boxed_letter           the letter that the last \boxed{...} holds, through \text{...}, parentheses and a full stop
-///   last_answer            ReplayEval's own: the last of the boxed letters and the letters after "answer" (is, :, markup), A-J or
+///                          (1) first / last parenthesised capital; (2) first / last option text
+///                          (in lower case, without punctuation, for the second); (3) ":" white
+///                          space, letter of an option
+///   lm_eval_gpqa_strict    what follows the first "The answer is " in its line, without the last
+///   character and punctuation, if it is one letter boxed_letter           the letter that the last
+///   \boxed{...} holds, through \text{...}, parentheses and a full stop last_answer ReplayEval's
+///   own: the last of the boxed letters and the letters after "answer" (is, :, markup), A-J or
 ///                          as many as there are options
 std::span<const LetterRule> letter_rules();
 
 /// The rule of a name. Throws std::invalid_argument, listing the names.
 const LetterRule& letter_rule(std::string_view name);
 
-/// Applies a rule by name; `options` are the texts of the options where a rule reads them. Throws as letter_rule.
-LetterAnswer extract_letter(std::string_view rule, std::string_view text, std::span<const std::string> options = {});
+/// Applies a rule by name; `options` are the texts of the options where a rule reads them. Throws
+/// as letter_rule.
+LetterAnswer extract_letter(std::string_view rule, std::string_view text,
+                            std::span<const std::string> options = {});
 
 }  // namespace replayeval

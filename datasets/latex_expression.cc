@@ -1,4 +1,5 @@
-// Answers as trees: a lexer that hides how LaTeX is spelled, and a recursive-descent parser with bounded depth.
+// Answers as trees: a lexer that hides how LaTeX is spelled, and a recursive-descent parser with
+// bounded depth.
 #include "datasets/latex_expression.h"
 
 #include <algorithm>
@@ -35,62 +36,111 @@ using Names = std::unordered_set<std::string_view>;
 using NameMap = std::unordered_map<std::string_view, std::string_view>;
 
 const Names& function_names() {
-  static const Names names{"sin",    "cos",    "tan",    "cot",    "sec",  "csc",  "arcsin", "arccos", "arctan",
-                           "sinh",   "cosh",   "tanh",   "ln",     "log",  "exp",  "lg",     "max",    "min",
-                           "gcd",    "lcm",    "det",    "arccot", "asin", "acos", "atan",   "abs",    "floor",
-                           "ceil",   "sqrt",   "arcsec", "arccsc", "sgn",  "lim",  "deg",    "dim",    "ker"};
+  static const Names names{"sin",    "cos",  "tan",   "cot",  "sec",  "csc",    "arcsin", "arccos",
+                           "arctan", "sinh", "cosh",  "tanh", "ln",   "log",    "exp",    "lg",
+                           "max",    "min",  "gcd",   "lcm",  "det",  "arccot", "asin",   "acos",
+                           "atan",   "abs",  "floor", "ceil", "sqrt", "arcsec", "arccsc", "sgn",
+                           "lim",    "deg",  "dim",   "ker"};
   return names;
 }
 
 // Commands without meaning for the value; they separate like a space.
 const Names& ignored_commands() {
   static const Names names{
-      "left",     "right",    "big",      "Big",      "bigg",   "Bigg",   "bigl",     "bigr",     "Bigl",
-      "Bigr",     "biggl",    "biggr",    "Biggl",    "Biggr",  "quad",   "qquad",    "displaystyle",
-      "textstyle", "limits",  "nolimits", "hfill",    "pounds", "euro",   "scriptstyle", "middle", "hspace",
-      "protect",  "boldmath", "bf",       "rm",       "it",     "thinspace", "enspace", "space",  "Large", "large"};
+      "left",         "right",     "big",     "Big",      "bigg",  "Bigg",   "bigl", "bigr",
+      "Bigl",         "Bigr",      "biggl",   "biggr",    "Biggl", "Biggr",  "quad", "qquad",
+      "displaystyle", "textstyle", "limits",  "nolimits", "hfill", "pounds", "euro", "scriptstyle",
+      "middle",       "hspace",    "protect", "boldmath", "bf",    "rm",     "it",   "thinspace",
+      "enspace",      "space",     "Large",   "large"};
   return names;
 }
 
 const NameMap& command_marks() {
-  static const NameMap marks{
-      {"cdot", "*"},      {"times", "*"},     {"ast", "*"},       {"div", "/"},        {"le", "<="},
-      {"leq", "<="},      {"leqslant", "<="}, {"leqq", "<="},     {"ge", ">="},        {"geq", ">="},
-      {"geqslant", ">="}, {"geqq", ">="},     {"lt", "<"},        {"gt", ">"},         {"ne", "!="},
-      {"neq", "!="},      {"approx", "~="},   {"simeq", "~="},    {"thickapprox", "~="}, {"doteq", "~="},
-      {"in", "in"},       {"cup", "cup"},     {"bigcup", "cup"},  {"pm", "+-"},        {"mp", "-+"},
-      {"lbrace", "\\{"},  {"rbrace", "\\}"},  {"langle", "("},    {"rangle", ")"},     {"lfloor", "lfloor"},
-      {"rfloor", "rfloor"}, {"lceil", "lceil"}, {"rceil", "rceil"}, {"lvert", "|("},   {"rvert", "|)"},
-      {"vert", "|"},      {"mid", "|"},       {"lbrack", "["},    {"rbrack", "]"},     {"lparen", "("},
-      {"rparen", ")"},    {"colon", ":"},     {"degree", "deg"},  {"prime", "'"},      {"lor", "or"},
-      {"vee", "or"},      {"land", "and"},    {"wedge", "and"},   {"backslash", "setminus"}, {"setminus", "setminus"},
-      {"equiv", "equiv"}, {"cap", "cap"},     {"slash", "/"},     {"over", "over"},    {"choose", "choose"}};
+  static const NameMap marks{{"cdot", "*"},
+                             {"times", "*"},
+                             {"ast", "*"},
+                             {"div", "/"},
+                             {"le", "<="},
+                             {"leq", "<="},
+                             {"leqslant", "<="},
+                             {"leqq", "<="},
+                             {"ge", ">="},
+                             {"geq", ">="},
+                             {"geqslant", ">="},
+                             {"geqq", ">="},
+                             {"lt", "<"},
+                             {"gt", ">"},
+                             {"ne", "!="},
+                             {"neq", "!="},
+                             {"approx", "~="},
+                             {"simeq", "~="},
+                             {"thickapprox", "~="},
+                             {"doteq", "~="},
+                             {"in", "in"},
+                             {"cup", "cup"},
+                             {"bigcup", "cup"},
+                             {"pm", "+-"},
+                             {"mp", "-+"},
+                             {"lbrace", "\\{"},
+                             {"rbrace", "\\}"},
+                             {"langle", "("},
+                             {"rangle", ")"},
+                             {"lfloor", "lfloor"},
+                             {"rfloor", "rfloor"},
+                             {"lceil", "lceil"},
+                             {"rceil", "rceil"},
+                             {"lvert", "|("},
+                             {"rvert", "|)"},
+                             {"vert", "|"},
+                             {"mid", "|"},
+                             {"lbrack", "["},
+                             {"rbrack", "]"},
+                             {"lparen", "("},
+                             {"rparen", ")"},
+                             {"colon", ":"},
+                             {"degree", "deg"},
+                             {"prime", "'"},
+                             {"lor", "or"},
+                             {"vee", "or"},
+                             {"land", "and"},
+                             {"wedge", "and"},
+                             {"backslash", "setminus"},
+                             {"setminus", "setminus"},
+                             {"equiv", "equiv"},
+                             {"cap", "cap"},
+                             {"slash", "/"},
+                             {"over", "over"},
+                             {"choose", "choose"}};
   return marks;
 }
 
 const Names& argument_commands() {
-  static const Names names{"frac", "sqrt", "binom", "begin", "end", "overline", "bar", "sum", "prod", "int", "pmod", "bmod", "mathbb"};
+  static const Names names{"frac", "sqrt", "binom", "begin", "end",  "overline", "bar",
+                           "sum",  "prod", "int",   "pmod",  "bmod", "mathbb"};
   return names;
 }
 
 // \command{text}: words; \command{x} of a single letter is that letter.
 bool is_text_command(std::string_view name) {
-  return name.starts_with("text") || name == "mbox" || name == "hbox" || name == "emph" || name == "mathrm" ||
-         name == "operatorname" || name == "mathsf" || name == "mathtt" || name == "mathit";
+  return name.starts_with("text") || name == "mbox" || name == "hbox" || name == "emph" ||
+         name == "mathrm" || name == "operatorname" || name == "mathsf" || name == "mathtt" ||
+         name == "mathit";
 }
 
 bool is_decoration(std::string_view name) {
-  return name == "mathbf" || name == "boldsymbol" || name == "vec" || name == "hat" || name == "overrightarrow" ||
-         name == "tilde" || name == "widehat" || name == "bm" || name == "mathcal" || name == "widetilde" || name == "boxed" ||
-         name == "fbox" || name == "underline" || name == "ensuremath" || name == "pmb";
+  return name == "mathbf" || name == "boldsymbol" || name == "vec" || name == "hat" ||
+         name == "overrightarrow" || name == "tilde" || name == "widehat" || name == "bm" ||
+         name == "mathcal" || name == "widetilde" || name == "boxed" || name == "fbox" ||
+         name == "underline" || name == "ensuremath" || name == "pmb";
 }
 
 const Names& short_words() {
-  static const Names names{"and", "or",  "odd", "yes", "no",  "the", "for", "if",  "is",  "all", "not", "any", "one",
-                           "two", "six", "ten", "of",  "to",  "on",  "per", "mph", "sec", "min", "hrs", "day", "lbs",
-                           "ton", "cup", "ways", "red", "km",  "cm",  "mm",  "kg",  "ft",  "mi",  "hr",  "lb",  "oz",
-                           "mg",  "ml",  "so",  "do",  "go",  "sum", "men", "dog", "cat", "car", "box", "job", "up",
-                           "west", "east", "are", "has", "was", "off", "none", "dne"};
+  static const Names names{"and", "or",  "odd",  "yes",  "no",  "the", "for", "if",  "is",   "all",
+                           "not", "any", "one",  "two",  "six", "ten", "of",  "to",  "on",   "per",
+                           "mph", "sec", "min",  "hrs",  "day", "lbs", "ton", "cup", "ways", "red",
+                           "km",  "cm",  "mm",   "kg",   "ft",  "mi",  "hr",  "lb",  "oz",   "mg",
+                           "ml",  "so",  "do",   "go",   "sum", "men", "dog", "cat", "car",  "box",
+                           "job", "up",  "west", "east", "are", "has", "was", "off", "none", "dne"};
   return names;
 }
 
@@ -119,7 +169,8 @@ struct Lexer {
   }
   char peek(size_t i) const { return i < text.size() ? text[i] : '\0'; }
   bool three_digits(size_t i) const {
-    return is_digit(peek(i)) && is_digit(peek(i + 1)) && is_digit(peek(i + 2)) && !is_digit(peek(i + 3));
+    return is_digit(peek(i)) && is_digit(peek(i + 1)) && is_digit(peek(i + 2)) &&
+           !is_digit(peek(i + 3));
   }
 
   // Offset of the digits behind a separator of digit groups at i, 0 if there is none.
@@ -161,7 +212,8 @@ struct Lexer {
         return three_digits(j) ? j : 0;
       }
       *comma = true;
-      return tight && reading == CommaReading::kThousands && brackets == 0 && three_digits(j) ? j : 0;
+      return tight && reading == CommaReading::kThousands && brackets == 0 && three_digits(j) ? j
+                                                                                              : 0;
     }
     if (j == i + 1 && text[i] == ' ' && three_digits(j)) return j;  // 1 000
     return 0;
@@ -177,7 +229,8 @@ struct Lexer {
         at = next + 3;
       }
     }
-    if (reading == CommaReading::kDecimal && brackets == 0 && peek(at) == ',' && is_digit(peek(at + 1))) {
+    if (reading == CommaReading::kDecimal && brackets == 0 && peek(at) == ',' &&
+        is_digit(peek(at + 1))) {
       digits += '.';
       ++at;
       while (is_digit(peek(at))) digits += text[at++];
@@ -235,8 +288,8 @@ struct Lexer {
       for (char& c : lower)
         if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
       const auto split = [&](std::string_view head) {
-        return lower.size() == head.size() + 1 && lower.starts_with(head) && at > 0 && !tokens.empty() &&
-               tokens.back().kind != TokenKind::kSymbol;
+        return lower.size() == head.size() + 1 && lower.starts_with(head) && at > 0 &&
+               !tokens.empty() && tokens.back().kind != TokenKind::kSymbol;
       };
       if (split("or") || split("and")) {  // 1orW(x)
         const size_t head = lower.size() - 1;
@@ -278,7 +331,8 @@ struct Lexer {
     const bool math = name.starts_with("math") || name == "operatorname";
     if (inner.size() == 1 && is_letter(inner[0]) && (math || inner.size() == content.size())) {
       // After a number a letter in upright type is a unit.
-      const bool unit = !tokens.empty() && tokens.back().kind == TokenKind::kNumber && content.size() > inner.size();
+      const bool unit = !tokens.empty() && tokens.back().kind == TokenKind::kNumber &&
+                        content.size() > inner.size();
       push(unit ? TokenKind::kText : TokenKind::kSymbol, std::string(inner));
       return;
     }
@@ -286,7 +340,8 @@ struct Lexer {
       push(TokenKind::kFunction, std::string(inner));
       return;
     }
-    if (std::none_of(inner.begin(), inner.end(), is_letter) || inner.find('$') != std::string_view::npos) {
+    if (std::none_of(inner.begin(), inner.end(), is_letter) ||
+        inner.find('$') != std::string_view::npos) {
       lex_inside(inner);
       return;
     }
@@ -337,7 +392,8 @@ struct Lexer {
       }
       return;
     }
-    if (name == "color" || name == "label" || name == "tag" || name == "phantom" || name == "hphantom") {
+    if (name == "color" || name == "label" || name == "tag" || name == "phantom" ||
+        name == "hphantom") {
       group();
       return;
     }
@@ -356,7 +412,8 @@ struct Lexer {
       push(TokenKind::kSymbol, "emptyset");
     } else if (name == "varphi" || name == "varepsilon" || name == "vartheta") {
       push(TokenKind::kSymbol, std::string(name.substr(3)));
-    } else if (name == "cdots" || name == "dots" || name == "ldots" || name == "dotsc" || name == "dotsb") {
+    } else if (name == "cdots" || name == "dots" || name == "ldots" || name == "dotsc" ||
+               name == "dotsb") {
       push(TokenKind::kCommand, "ldots");
     } else if (const auto found = command_marks().find(name); found != command_marks().end()) {
       if (found->second == "and" || found->second == "or")
@@ -375,16 +432,20 @@ struct Lexer {
     const std::string_view bytes = text.substr(at, length);
     at += length;
     static const std::unordered_map<char32_t, std::string_view> marks{
-        {0x2212, "-"}, {0x2013, "-"}, {0x00D7, "*"}, {0x00B7, "*"}, {0x22C5, "*"},  {0x2219, "*"}, {0x00F7, "/"},
-        {0x2044, "/"}, {0x2215, "/"}, {0x2264, "<="}, {0x2265, ">="}, {0x2260, "!="}, {0x2248, "~="}, {0x2208, "in"},
-        {0x222A, "cup"}, {0x00B1, "+-"}, {0x2213, "-+"}, {0x00B0, "deg"}, {0x2032, "'"}, {0x2019, "'"}, {0x27E8, "("},
-        {0x27E9, ")"}, {0x230A, "lfloor"}, {0x230B, "rfloor"}, {0x2308, "lceil"}, {0x2309, "rceil"}, {0x2236, ":"},
-        {0x2A7D, "<="}, {0x2A7E, ">="}, {0xFF0C, ","}, {0xFF1A, ":"}};
+        {0x2212, "-"},     {0x2013, "-"},     {0x00D7, "*"},      {0x00B7, "*"},
+        {0x22C5, "*"},     {0x2219, "*"},     {0x00F7, "/"},      {0x2044, "/"},
+        {0x2215, "/"},     {0x2264, "<="},    {0x2265, ">="},     {0x2260, "!="},
+        {0x2248, "~="},    {0x2208, "in"},    {0x222A, "cup"},    {0x00B1, "+-"},
+        {0x2213, "-+"},    {0x00B0, "deg"},   {0x2032, "'"},      {0x2019, "'"},
+        {0x27E8, "("},     {0x27E9, ")"},     {0x230A, "lfloor"}, {0x230B, "rfloor"},
+        {0x2308, "lceil"}, {0x2309, "rceil"}, {0x2236, ":"},      {0x2A7D, "<="},
+        {0x2A7E, ">="},    {0xFF0C, ","},     {0xFF1A, ":"}};
     static const std::unordered_map<char32_t, std::string_view> symbols{
-        {0x03C0, "pi"}, {0x221E, "infinity"}, {0x2205, "emptyset"}, {0x03B1, "alpha"}, {0x03B2, "beta"},
-        {0x03B3, "gamma"}, {0x03B8, "theta"}, {0x03BB, "lambda"}, {0x03BC, "mu"}, {0x03C6, "phi"}, {0x03C9, "omega"}};
-    if (c == 0x00A0 || (c >= 0x2000 && c <= 0x200F) || c == 0x202F || c == 0x20AC || c == 0xA3 || c == 0xA5 ||
-        c == 0x201C || c == 0x201D || c == 0x2018) {
+        {0x03C0, "pi"},   {0x221E, "infinity"}, {0x2205, "emptyset"}, {0x03B1, "alpha"},
+        {0x03B2, "beta"}, {0x03B3, "gamma"},    {0x03B8, "theta"},    {0x03BB, "lambda"},
+        {0x03BC, "mu"},   {0x03C6, "phi"},      {0x03C9, "omega"}};
+    if (c == 0x00A0 || (c >= 0x2000 && c <= 0x200F) || c == 0x202F || c == 0x20AC || c == 0xA3 ||
+        c == 0xA5 || c == 0x201C || c == 0x201D || c == 0x2018) {
       space = true;
     } else if (const auto mark_found = marks.find(c); mark_found != marks.end()) {
       mark(std::string(mark_found->second));
@@ -397,7 +458,8 @@ struct Lexer {
       push(TokenKind::kNumber, c == 0xB2 ? "2" : c == 0xB3 ? "3" : "1");
     } else if (c == 0xBC || c == 0xBD || c == 0xBE) {
       push(TokenKind::kCommand, "frac");
-      for (const char* part : {c == 0xBE ? "3" : "1", c == 0xBD ? "2" : "4"}) push(TokenKind::kNumber, part);
+      for (const char* part : {c == 0xBE ? "3" : "1", c == 0xBD ? "2" : "4"})
+        push(TokenKind::kNumber, part);
     } else {
       push(TokenKind::kMark, std::string(bytes));
     }
@@ -451,7 +513,8 @@ struct Lexer {
           size_t used = 0;
           for (; used < rest.size() && tight.size() < 7; ++used)
             if (!is_blank(rest[used])) tight += rest[used];
-          if (tight.starts_with("{\\circ}") || (tight.starts_with("\\circ") && !is_letter(tight.size() > 5 ? tight[5] : ' '))) {
+          if (tight.starts_with("{\\circ}") ||
+              (tight.starts_with("\\circ") && !is_letter(tight.size() > 5 ? tight[5] : ' '))) {
             const size_t wanted = tight.starts_with("{") ? 7 : 5;
             size_t seen = 0, i = at + 1;
             for (; seen < wanted; ++i)
@@ -470,7 +533,8 @@ struct Lexer {
       } else if (c == '<' || c == '>') {
         mark(next == '=' ? std::string{c, '='} : std::string(1, c));
         at += next == '=' ? 2 : 1;
-      } else if (c == '!' && next == '=' && !tokens.empty() && (tokens.back().kind == TokenKind::kSymbol || space)) {
+      } else if (c == '!' && next == '=' && !tokens.empty() &&
+                 (tokens.back().kind == TokenKind::kSymbol || space)) {
         mark("!=");
         at += 2;
       } else if (c == '*' && next == '*') {
@@ -492,7 +556,8 @@ std::vector<Token> lex(std::string_view text, CommaReading reading) {
   std::vector<Token> tokens = std::move(lexer.tokens);
   // A full stop or a separator at the end belongs to the sentence.
   while (!tokens.empty() && tokens.back().kind == TokenKind::kMark &&
-         (tokens.back().text == "." || tokens.back().text == "," || tokens.back().text == ";" || tokens.back().text == ":"))
+         (tokens.back().text == "." || tokens.back().text == "," || tokens.back().text == ";" ||
+          tokens.back().text == ":"))
     tokens.pop_back();
   return tokens;
 }
@@ -522,7 +587,9 @@ class Parser {
   bool is_mark(std::string_view text, size_t ahead = 0) {
     return peek(ahead).kind == TokenKind::kMark && peek(ahead).text == text;
   }
-  bool is_command(std::string_view text) { return peek().kind == TokenKind::kCommand && peek().text == text; }
+  bool is_command(std::string_view text) {
+    return peek().kind == TokenKind::kCommand && peek().text == text;
+  }
   bool take(std::string_view text) {
     if (!is_mark(text)) return false;
     ++at_;
@@ -546,19 +613,21 @@ class Parser {
   static bool is_joint(const std::string& word) {
     std::string lower;
     for (const char c : word)
-      if (!is_blank(c) && c != ',' && c != ';') lower += c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+      if (!is_blank(c) && c != ',' && c != ';')
+        lower += c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
     return lower == "and" || lower == "or";
   }
   bool at_separator() {
-    return is_mark(",") || is_mark(";") || (peek().kind == TokenKind::kText && is_joint(peek().text));
+    return is_mark(",") || is_mark(";") ||
+           (peek().kind == TokenKind::kText && is_joint(peek().text));
   }
   bool at_close() {
     if (peek().kind == TokenKind::kEnd) return true;
     if (peek().kind == TokenKind::kCommand) return peek().text == "end";
     if (peek().kind != TokenKind::kMark) return false;
     const std::string& mark = peek().text;
-    return mark == ")" || mark == "]" || mark == "}" || mark == "\\}" || mark == "|)" || mark == "rfloor" ||
-           mark == "rceil" || mark == "&" || mark == "\\\\";
+    return mark == ")" || mark == "]" || mark == "}" || mark == "\\}" || mark == "|)" ||
+           mark == "rfloor" || mark == "rceil" || mark == "&" || mark == "\\\\";
   }
 
   std::vector<int> items() {
@@ -579,8 +648,9 @@ class Parser {
   }
 
   static std::optional<char> relation_sign(const Token& token) {
-    static const std::unordered_map<std::string_view, char> signs{{"=", '='},  {"~=", '~'}, {"!=", '!'}, {"<", '<'},
-                                                                  {">", '>'},  {"<=", 'l'}, {">=", 'g'}, {"in", 'i'}};
+    static const std::unordered_map<std::string_view, char> signs{
+        {"=", '='}, {"~=", '~'}, {"!=", '!'}, {"<", '<'},
+        {">", '>'}, {"<=", 'l'}, {">=", 'g'}, {"in", 'i'}};
     if (token.kind != TokenKind::kMark) return std::nullopt;
     const auto found = signs.find(token.text);
     return found == signs.end() ? std::nullopt : std::optional<char>(found->second);
@@ -694,11 +764,12 @@ class Parser {
       case TokenKind::kFunction:
         return true;
       case TokenKind::kCommand:
-        return token.text == "frac" || token.text == "sqrt" || token.text == "binom" || token.text == "begin" ||
-               token.text == "overline" || token.text == "bar";
+        return token.text == "frac" || token.text == "sqrt" || token.text == "binom" ||
+               token.text == "begin" || token.text == "overline" || token.text == "bar";
       case TokenKind::kMark:
-        return token.text == "(" || token.text == "[" || token.text == "{" || token.text == "\\{" || token.text == "|(" ||
-               token.text == "lfloor" || token.text == "lceil" || (token.text == "|" && !in_abs_);
+        return token.text == "(" || token.text == "[" || token.text == "{" || token.text == "\\{" ||
+               token.text == "|(" || token.text == "lfloor" || token.text == "lceil" ||
+               (token.text == "|" && !in_abs_);
       default:
         return false;
     }
@@ -706,8 +777,10 @@ class Parser {
 
   const MathNode* integer(int node) const {
     const MathNode& candidate = tree_.at(node);
-    return candidate.kind == MathKind::kNumber && candidate.text.find_first_of(".(") == std::string::npos ? &candidate
-                                                                                                         : nullptr;
+    return candidate.kind == MathKind::kNumber &&
+                   candidate.text.find_first_of(".(") == std::string::npos
+               ? &candidate
+               : nullptr;
   }
   bool proper_fraction(int node) const {
     const MathNode& candidate = tree_.at(node);
@@ -722,7 +795,8 @@ class Parser {
   int term() {
     std::vector<int> factors{factor()};
     const auto product = [&] {
-      return factors.size() == 1 ? factors[0] : tree_.add(MathKind::kProduct, {}, std::exchange(factors, {}));
+      return factors.size() == 1 ? factors[0]
+                                 : tree_.add(MathKind::kProduct, {}, std::exchange(factors, {}));
     };
     while (true) {
       if (take("*")) {
@@ -786,7 +860,8 @@ class Parser {
           node = tree_.add(MathKind::kSymbol, base.text + "_" + subscript);
         } else if (base.kind == MathKind::kNumber && !subscript.empty() && subscript.size() <= 2 &&
                    std::all_of(subscript.begin(), subscript.end(), is_digit)) {
-          node = tree_.add(MathKind::kFunction, "base", {node, tree_.add(MathKind::kNumber, subscript)});
+          node = tree_.add(MathKind::kFunction, "base",
+                           {node, tree_.add(MathKind::kNumber, subscript)});
         } else {
           fail();
         }
@@ -794,7 +869,9 @@ class Parser {
         node = tree_.add(MathKind::kPercent, {}, {node});
       } else if (take("deg")) {
         node = tree_.add(MathKind::kDegree, {}, {node});
-        if (peek().kind == TokenKind::kSymbol && (peek().text == "C" || peek().text == "F") && !peek().space_before) ++at_;
+        if (peek().kind == TokenKind::kSymbol && (peek().text == "C" || peek().text == "F") &&
+            !peek().space_before)
+          ++at_;
       } else {
         return node;
       }
@@ -831,7 +908,8 @@ class Parser {
   // One argument of a command: a group, or the first digit or token.
   int argument() {
     if (is_mark("{")) return braces();
-    if (peek().kind == TokenKind::kNumber && peek().text.size() > 1 && peek().text.find('(') == std::string::npos) {
+    if (peek().kind == TokenKind::kNumber && peek().text.size() > 1 &&
+        peek().text.find('(') == std::string::npos) {
       Token& token = peek();
       const int digit = tree_.add(MathKind::kNumber, token.text.substr(0, 1));
       token.text.erase(0, 1);
@@ -946,7 +1024,8 @@ class Parser {
       while (starts_factor() && peek().kind != TokenKind::kFunction) factors.push_back(factor());
       if (factors.empty() && peek().kind == TokenKind::kFunction) factors.push_back(factor());
       if (factors.empty()) fail();
-      int value = factors.size() == 1 ? factors[0] : tree_.add(MathKind::kProduct, {}, std::move(factors));
+      int value =
+          factors.size() == 1 ? factors[0] : tree_.add(MathKind::kProduct, {}, std::move(factors));
       if (negative) value = tree_.add(MathKind::kNegate, {}, {value});
       arguments = {value};
     }
@@ -984,7 +1063,8 @@ class Parser {
       if (degree < 0) return tree_.add(MathKind::kFunction, "sqrt", {value});
       return tree_.add(MathKind::kFunction, "root", {value, degree});
     }
-    if (name == "overline" || name == "bar") return tree_.add(MathKind::kSymbol, "overline " + raw_script());
+    if (name == "overline" || name == "bar")
+      return tree_.add(MathKind::kSymbol, "overline " + raw_script());
     if (name == "mathbb") return tree_.add(MathKind::kSymbol, "set " + raw_script());
     if (name == "begin") return matrix();
     fail();
@@ -992,8 +1072,8 @@ class Parser {
 
   int matrix() {
     const std::string kind = raw_script();
-    if (kind != "pmatrix" && kind != "bmatrix" && kind != "matrix" && kind != "smallmatrix" && kind != "array" &&
-        kind != "Bmatrix")
+    if (kind != "pmatrix" && kind != "bmatrix" && kind != "matrix" && kind != "smallmatrix" &&
+        kind != "array" && kind != "Bmatrix")
       fail();
     if (kind == "array" && is_mark("{")) raw_script();
     std::vector<int> cells;
