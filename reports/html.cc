@@ -262,7 +262,7 @@ Json exceedance(const StateReport& state) {
 // ---- state error by layer and head ----
 
 /// Mean over documents and samples of the error of every head, [layers][heads]; null beyond a
-/// layer's heads. Empty when nothing was sampled.
+/// layer's heads. Empty when no sample has a value.
 Json error_map(const Report& report, const StateReport& state, size_t heads,
                const std::vector<float> StateDocument::*member, int64_t* samples) {
   const size_t layers = report.layers.size(), width = layers * heads;
@@ -279,7 +279,7 @@ Json error_map(const Report& report, const StateReport& state, size_t heads,
     }
   }
   Json map = Json::array();
-  if (*samples == 0) return map;
+  if (std::all_of(count.begin(), count.end(), [](double n) { return n == 0; })) return map;
   for (size_t l = 0; l < layers; ++l) {
     Json row = Json::array();
     for (size_t h = 0; h < heads; ++h)

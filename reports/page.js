@@ -68,15 +68,16 @@
     for (const v of values) if (v > 0) { low = Math.min(low, v); high = Math.max(high, v); }
     if (high < low) return {range: [-6, 0], dtick: 1};
     const a = Math.log10(low), b = Math.log10(high), gap = Math.max(0.12, 0.04 * (b - a));
-    return {range: [a - gap, b + gap], dtick: Math.max(1, Math.ceil((b - a) / (narrow() ? 6 : 9)))};
+    return {range: [a - gap, b + gap], dtick: b - a < 2.2 ? 'D2' : Math.max(1, Math.ceil((b - a) / (narrow() ? 6 : 9)))};
   }
   /// Marks 4 times apart in a wide chart on a screen, otherwise 16.
   function positionAxis(last, wide) {
+    const begin = data.coarse.first[data.coarse.first.findIndex((_, i) => data.coarse.states.some((s) => s.kl[i] !== null))] || 0;
     if (choices.axis === 'linear') return axis('Tokens seen', {type: 'linear', tickformat: ',d', nticks: narrow() ? 4 : 9, range: [0, last * 1.01]});
     const ticks = [], step = wide && !narrow() && !printing ? 4 : 16;
     for (let t = 1; t <= last; t *= step) ticks.push(t);
     if (last / ticks[ticks.length - 1] >= step / 2) ticks.push(last);
-    return axis('Tokens seen', {type: 'log', tickmode: 'array', tickvals: ticks, ticktext: ticks.map(short), tickangle: 0, range: [Math.log10(data.coarse.first[0] + 1) - 0.03, Math.log10(last) + 0.03]});
+    return axis('Tokens seen', {type: 'log', tickmode: 'array', tickvals: ticks, ticktext: ticks.map(short), tickangle: 0, range: [Math.log10(begin + 1) - 0.03, Math.log10(last) + 0.03]});
   }
   const middle = (first, last) => choices.axis === 'linear' ? (first + last + 1) / 2 : Math.sqrt((first + 1) * last);
   function band(xs, low, high, state) {
@@ -157,7 +158,7 @@
       text: state.exceedance.share.map((v, i) => `<b>${html(state.name)}</b><br>${figure(100 * v)} % of positions<br>have KL ≥ ${figure(state.exceedance.kl[i])} nats`), hovertemplate: '%{text}<extra></extra>'}));
     const x = decades(visible().flatMap((s) => s.exceedance.kl.slice(0, Math.ceil(s.exceedance.kl.length * 0.985))));
     const y = decades(measured.flatMap((s) => s.exceedance.share));
-    Plotly.react(element('tail'), traces, layout({xaxis: axis('KL, nats', {...logTicks(), range: x.range, dtick: Math.max(x.dtick, narrow() ? 3 : 2)}),
+    Plotly.react(element('tail'), traces, layout({xaxis: axis('KL, nats', {...logTicks(), range: x.range, dtick: x.dtick === 'D2' ? (narrow() ? 1 : 'D2') : Math.max(x.dtick, narrow() ? 3 : 2)}),
       yaxis: axis('Share of positions', {...logTicks(), range: y.range, dtick: 1, tickformat: '~%'})}), settings());
   }
 
@@ -178,6 +179,7 @@
     const x = points.map((s) => s.bits);
     const widest = Math.max(8, ...x);
     const y = decades(points.flatMap((s) => [s.last.kl, s.last.low, s.last.high]));
+    y.range[1] += 0.08 * (y.range[1] - y.range[0]);  // for the name above the highest point
     // Names lie right of their points, left of those in the right half; equal neighbours move apart.
     const height = element('pareto').clientHeight - 70, least = 13 * (y.range[1] - y.range[0]) / height;
     const labels = points.map((s) => ({s, left: s.bits > 0.55 * widest, y: Math.log10(s.last.kl)})).sort((p, q) => p.y - q.y);
@@ -199,12 +201,14 @@
     const xs = [...Array(heads).keys()], names = layers.map((l) => String(l.index));
     let low = Infinity, high = -Infinity;
     for (const row of map.error) for (const v of row) if (v > 0) { low = Math.min(low, v); high = Math.max(high, v); }
-    const z = map.error.map((row) => row.map((v) => v > 0 ? Math.log10(v) : null));
+    const none = low > high;  // the error is 0 everywhere
+    const z = map.error.map((row) => row.map((v) => v === null ? null : v > 0 ? Math.log10(v) : none ? 0 : Math.log10(low)));
     const ticks = [];
-    if (high > 0) for (let e = 0; e <= 4; ++e) ticks.push(Math.log10(low) + e / 4 * (Math.log10(high) - Math.log10(low)));
+    if (none) ticks.push(0);
+    else for (let e = 0; e <= 4; ++e) ticks.push(Math.log10(low) + e / 4 * (Math.log10(high) - Math.log10(low)));
     const ramp = [[0, '#00224e'], [0.25, '#3b496c'], [0.5, '#7d7c78'], [0.75, '#bcae6c'], [1, '#fee838']];
     Plotly.react(element('errors'), [{type: 'heatmap', x: xs, y: names, z, colorscale: ramp, hoverongaps: false, xgap: heads > 48 ? 0 : 1, ygap: 1,
-      colorbar: {thickness: 12, outlinewidth: 0, tickvals: ticks, ticktext: ticks.map((t) => figure(10 ** t)), tickfont: {size: 10, color: token('--muted')}},
+      colorbar: {thickness: 12, outlinewidth: 0, tickvals: ticks, ticktext: ticks.map((t) => none ? '0' : figure(10 ** t)), tickfont: {size: 10, color: token('--muted')}},
       text: map.error.map((row, l) => row.map((v, h) => `<b>${html(state.name)}${map.role ? ', ' + map.role + ' copy' : ''}</b><br>layer ${layers[l].index} (${html(layers[l].kind)}), head ${h}<br>relative error ${figure(v)}${layers[l].decay[h] !== undefined && layers[l].decay[h] !== null ? '<br>mean decay ' + layers[l].decay[h] : ''}`)),
       hovertemplate: '%{text}<extra></extra>'}],
       layout({xaxis: axis('Head', {nticks: 9, showgrid: false, constrain: 'domain'}), yaxis: axis('Layer', {type: 'category', autorange: 'reversed', showgrid: false, nticks: 16})}), settings());
@@ -268,7 +272,11 @@
     texts.forEach((text, i) => select.append(new Option(text, i)));
     select.addEventListener('change', redraw);
   }
-  if (data.errors) fillSelect('map', data.errors.maps.map((m) => states[m.state].name + (m.role ? ', ' + m.role + ' copy' : '')), drawErrors);
+  if (data.errors) {
+    fillSelect('map', data.errors.maps.map((m) => states[m.state].name + (m.role ? ', ' + m.role + ' copy' : '')), drawErrors);
+    const first = data.errors.maps.findIndex((m) => m.state !== data.floor);
+    if (first > 0) element('map').selectedIndex = first;
+  }
   if (data.answers) fillSelect('task', data.answers.tasks.map((t) => t.name), drawQuartiles);
 
   dark.addEventListener('change', () => { applyTheme(); draw(); });

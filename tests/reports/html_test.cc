@@ -193,6 +193,11 @@ TEST_CASE("state errors are means over samples and documents") {
       }
     }
   }
+  // A state without any finite sample has no map.
+  Report partly = report;
+  for (StateDocument& d : partly.states[2].documents)
+    std::fill(d.error.begin(), d.error.end(), std::numeric_limits<float>::quiet_NaN());
+  CHECK(data_of(report_html(partly, kl_statistics(partly)))["errors"]["maps"].size() == 3);
   const Report without = sample_report(kStates, {100}, false);
   const std::string page = report_html(without, kl_statistics(without));
   CHECK(!contains(content_of(page), "id=\"errors\""));
