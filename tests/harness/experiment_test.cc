@@ -235,8 +235,10 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
            {"baseline: nvfp4@layers=0",
             "11: baseline: nvfp4@layers=0: the baseline holds for the whole model; expected no "
             "layers= or heads="},
+           {"snapshot_tokens: 8",
+            "18: snapshot_tokens: not available in this version; expected no such key, or 0"},
            {"dump_states: true",
-            "14: dump_states: not available in this version; expected no such key, or false"},
+            "14: dump_states: expected a whole number from 0 to 9223372036854775807, got 'true'"},
            {"speculate: 4",
             "12: speculate: not available in this version; expected no such key, or 0"},
            {"prompt_tokens: 64",
@@ -253,7 +255,7 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
     const std::string file = folder.write("a.yaml", minimal() + c.line + "\n");
     CHECK(error_of(file) == file + ":5:" + c.message);
   }
-  CHECK(error_of(folder.write("off.yaml", minimal() + "dump_states: false\nspeculate: 0\n")) ==
+  CHECK(error_of(folder.write("off.yaml", minimal() + "snapshot_tokens: 0\nspeculate: 0\n")) ==
         "(no error)");
 
   const auto states_error = [&](const std::string& states) {
