@@ -307,8 +307,13 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
   int64_t nll_count = 0;
   for (int64_t first = 0, span_first = 0; first < length;) {
     int64_t end = std::min({length, first + chunk_tokens(experiment_), span_first + kUnitTokens});
-    if (const int64_t every = experiment_.state_error_every; every > 0)
-      end = std::min(end, (first / every + 1) * every);
+    // Flushes fall on multiples of L counted from the first decoded token, so samples do too.
+    const int64_t prompt = experiment_.prompt_tokens;
+    if (const int64_t every = experiment_.state_error_every; every > 0 && first >= prompt) {
+      end = std::min(end, prompt + ((first - prompt) / every + 1) * every);
+    } else if (every > 0) {
+      end = std::min(end, prompt);
+    }
     for (int64_t position : experiment_.dump_states) {
       if (position >= first) end = std::min(end, position + 1);
     }
@@ -354,7 +359,8 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
       write_state_dump(make_state_dump(model_, states, document.id, end - 1),
                        folder_.path() / "dumps" / name);
     }
-    if (const int64_t every = experiment_.state_error_every; every > 0 && end % every == 0) {
+    if (const int64_t every = experiment_.state_error_every;
+        every > 0 && end > prompt && (end - prompt) % every == 0) {
       sample_errors(item, states, end - 1, samples);
     }
     for (int r = 0; r < row_count; ++r) {
@@ -582,7 +588,8 @@ int run_teacher_forced(const Experiment& requested, const RunOptions& options) {
   const LoadedDocuments loaded = load_documents(experiment.data, *tokenizer);
   const Model model(Checkpoint::open(experiment.model_folder,
                                      experiment.compute == ComputeType::bf16 ? WeightType::bf16
-                                                                             : WeightType::fp32),
+                                                                             : WeightType::fp32,
+                                     options.dry_run ? WeightAccess::headers : WeightAccess::data),
                     {experiment.compute, experiment.dense, experiment.dt_clamp});
   if (tokenizer->vocabulary_size() > model.spec().vocabulary) {
     throw std::invalid_argument(experiment.tokenizer.string() +

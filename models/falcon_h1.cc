@@ -87,6 +87,7 @@ ModelSpec build_falcon_h1(const Checkpoint& checkpoint) {
     mixers.norm = read_norm(checkpoint, layer + "input_layernorm", model.hidden, eps);
     Mamba2Spec mamba = read_mamba2(checkpoint, layer + "mamba.", model.hidden, sizes);
     mamba.in_proj_multiplier = rows;
+    mamba.round_normalized = false;
     mixers.branches.push_back(
         {std::move(mamba), factor("ssm_in_multiplier"), factor("ssm_out_multiplier")});
     mixers.branches.push_back(

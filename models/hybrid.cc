@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <new>
 #include <numbers>
 #include <stdexcept>
 #include <string>
@@ -20,16 +21,21 @@
 namespace replayeval {
 namespace {
 
-/// Uninitialised floats.
+/// Uninitialised floats, 64-byte aligned.
 class Buffer {
  public:
   explicit Buffer(int64_t size)
-      : values_(new float[static_cast<size_t>(std::max<int64_t>(size, 1))]) {}
+      : values_(static_cast<float*>(::operator new(
+            static_cast<size_t>(std::max<int64_t>(size, 1)) * sizeof(float), kAlignment))) {}
   float* data() { return values_.get(); }
   const float* data() const { return values_.get(); }
 
  private:
-  std::unique_ptr<float[]> values_;
+  static constexpr std::align_val_t kAlignment{64};
+  struct Delete {
+    void operator()(float* values) const { ::operator delete(values, kAlignment); }
+  };
+  std::unique_ptr<float, Delete> values_;
 };
 
 /// log2(e), the factor between natural and binary logarithms of decays.
@@ -283,7 +289,7 @@ Buffer Model::Implementation::mamba2(const Mamba2Spec& mixer, StateStore& store,
   norm.gate = mixer.gate == Mamba2Spec::Gate::gate_only        ? GateOrder::gate_only
               : mixer.gate == Mamba2Spec::Gate::norm_then_gate ? GateOrder::norm_first
                                                                : GateOrder::gate_first;
-  norm.round_normalized = mixer.gate == Mamba2Spec::Gate::gate_then_norm;
+  norm.round_normalized = mixer.round_normalized;
   rms_norm(norm, y.data(), inner, projected.data(), width, y.data(), inner, call.tokens, inner);
   return project(mixer.out_proj, y.data(), call);
 }

@@ -60,6 +60,8 @@ struct Mamba2Spec {
   } gate = Gate::gate_then_norm;
   NormSpec norm;  // weight [I]
   int norm_group = 0;
+  bool round_normalized =
+      true;  // BF16: x / rms is rounded before the product with the weight (Falcon-H1: not)
 };
 
 /// Gated DeltaNet or KDA mixer (models.md section 4), q, k, v already un-grouped: qkv rows [q all

@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "kernels/aligned.h"
 #include "kernels/attention.h"
 #include "kernels/gdn.h"
 #include "kernels/mamba2.h"
@@ -110,7 +111,7 @@ class StateStore {
     std::vector<HeadPlan> prompt_plans;  // the same windows with FP32 state
     std::vector<uint8_t> plan_of_head;
     std::vector<int> pending;
-    std::vector<std::byte> recurrence, read, memory;
+    AlignedVector<std::byte> recurrence, read, memory;
     size_t recurrence_stride = 0, read_stride = 0, memory_stride = 0;
     bool in_prompt = false;
     std::vector<HeadHealth> health;
