@@ -281,7 +281,7 @@ class Evaluator {
       mpfr_mul_2ui(result.re, result.re, 1, MPFR_RNDN);
       mpfr_add_d(result.re, result.re, 0.5, MPFR_RNDN);
     }
-    if (!point_.positive && (mix(hash ^ 0xA5A5) & 1) != 0)
+    if (std::binary_search(point_.negative.begin(), point_.negative.end(), name))
       mpfr_neg(result.re, result.re, MPFR_RNDN);
     return result;
   }

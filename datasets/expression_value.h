@@ -54,8 +54,9 @@ std::optional<Rational> exact_value(const MathTree& tree, int node, WorkBudget* 
 
 /// Where an expression is evaluated.
 struct EvaluationPoint {
-  uint64_t seed = 0;         // names and this number give the value of each symbol
-  bool positive = true;      // symbols are positive; otherwise their signs are drawn
+  uint64_t seed = 0;  // names and this number give the value of each symbol
+  std::vector<std::string>
+      negative;              // sorted: symbols with a negative value; all others are positive
   bool small = false;        // magnitudes in (0, 1); otherwise in (1/2, 5/2)
   int sign = 1;              // of every plus-minus
   bool decimal_log = false;  // log without a base is to base 10; otherwise natural

@@ -238,14 +238,24 @@ LetterAnswer nemo_skills(std::string_view text, Options options) {
   return answer;
 }
 
-// Lower case without punctuation; map[i] is the offset in `text` of byte i of the result.
-std::string without_punctuation(std::string_view text, std::vector<size_t>* map) {
+// Python's string.punctuation, less what Unicode calls symbols: $ + < = > ^ ` | ~.
+bool ascii_punctuation(char c) {
+  return c > ' ' && c < 127 && !ascii_alnum(c) && std::string_view("$+<=>^`|~").find(c) == kNone;
+}
+
+// Lower case without punctuation.
+std::string without_punctuation(std::string_view text) {
   std::string out;
-  for (size_t at = 0, length = 0; at < text.size(); at += length) {
+  out.reserve(text.size());
+  for (size_t at = 0, length = 1; at < text.size(); at += length) {
+    length = 1;
+    if (static_cast<unsigned char>(text[at]) < 0x80) {
+      if (!ascii_punctuation(text[at])) out += to_lower(text[at]);
+      continue;
+    }
     const auto point = static_cast<UChar32>(code_point_at(text, at, &length));
     if ((U_GET_GC_MASK(point) & U_GC_P_MASK) != 0) continue;
     append_utf8(static_cast<char32_t>(u_tolower(point)), &out);
-    if (map != nullptr) map->resize(out.size(), at);
   }
   return out;
 }
@@ -259,6 +269,10 @@ std::vector<size_t> occurrences(std::string_view text, std::string_view needle) 
     border[i + 1] = k;
   }
   for (size_t i = 0, k = 0; i < text.size(); ++i) {
+    if (k == 0 && text[i] != needle[0]) {
+      i = text.find(needle[0], i);
+      if (i == kNone) break;
+    }
     while (k > 0 && (k == needle.size() || text[i] != needle[k])) k = border[k];
     if (text[i] == needle[k]) ++k;
     if (k == needle.size()) starts.push_back(i + 1 - k);
@@ -310,13 +324,20 @@ LetterAnswer multi_choice(std::string_view text, Options options, bool last, boo
   };
   std::vector<std::string> wanted;
   for (const std::string& option : options)
-    wanted.push_back(clean ? without_punctuation(trimmed(option), nullptr)
-                           : std::string(trimmed(option)));
+    wanted.push_back(clean ? without_punctuation(trimmed(option)) : std::string(trimmed(option)));
   if (clean) {
-    std::vector<size_t> map;
-    const std::string cleaned = without_punctuation(text, &map);
-    answer = option_text(cleaned, wanted, last);
-    if (answer) answer.offset = map[answer.offset];
+    answer = option_text(without_punctuation(text), wanted, last);
+    // The offset in the text: the shortest beginning that leaves more than the match's own offset.
+    if (answer) {
+      size_t kept = 0, at = 0;
+      for (size_t length = 0; at < text.size(); at += length) {
+        code_point_at(text, at, &length);
+        const size_t left = without_punctuation(text.substr(at, length)).size();
+        if (kept + left > answer.offset) break;
+        kept += left;
+      }
+      answer.offset = at;
+    }
   } else {
     answer = option_text(text, wanted, last);
   }

@@ -243,15 +243,18 @@ class Comparison {
     head->clear();
     if (n.text == "i") return names(n.children[0], &name) ? n.children[1] : -1;
     if (!only(n.text, "=~")) return -1;
+    // An approximation behind the exact value does not replace it: x = 1/3 ~ 0.33.
+    const size_t approximate = n.text.find('~');
     if (n.children.size() > 2) {
       if (names(n.children[0], &name)) *head = name;
-      return n.children.back();
+      return approximate == std::string::npos || approximate == 0 ? n.children.back()
+                                                                  : n.children[approximate];
     }
     if (names(n.children[0], &name)) {
       *head = name;
       return n.children[1];
     }
-    if (constant(n.children[0])) return n.children[1];
+    if (constant(n.children[0])) return n.children[approximate == 0 ? 0 : 1];
     if (names(n.children[1], &name) && is(n.children[1], MathKind::kSymbol)) {
       *head = name;
       return n.children[0];
@@ -347,7 +350,7 @@ class Comparison {
 
   // Every element of each side has an equal on the other.
   template <class Element, class Equal>
-  bool cover(const std::vector<Element>& a, const std::vector<Element>& b, Equal equal) {
+  bool cover(const std::vector<Element> a, const std::vector<Element> b, Equal equal) {
     if (a.size() > 200 || b.size() > 200) return false;
     std::vector<bool> met(b.size(), false);
     for (const Element& x : a) {
@@ -365,7 +368,8 @@ class Comparison {
     return std::find(met.begin(), met.end(), false) == met.end();
   }
 
-  bool in_order(const std::vector<int>& a, const std::vector<int>& b) {
+  // By value: comparing adds nodes to the tree.
+  bool in_order(const std::vector<int> a, const std::vector<int> b) {
     if (a.size() != b.size()) return false;
     for (size_t i = 0; i < a.size(); ++i)
       if (!same(a[i], b[i])) return false;
@@ -379,7 +383,8 @@ class Comparison {
   // Sign of the constant c with (left - right of a) = c (left - right of b) everywhere; 0: there is
   // none.
   int multiple(int a, int b) {
-    if (free_symbols(tree_, a) != free_symbols(tree_, b) || constant(a)) return 0;
+    const std::vector<std::string> symbols = free_symbols(tree_, a);
+    if (symbols.empty() || symbols != free_symbols(tree_, b)) return 0;
     const int above = negated_difference(at(a).children[0], at(a).children[1]);
     const int below = negated_difference(at(b).children[0], at(b).children[1]);
     const int ratio = tree_.add(MathKind::kQuotient, {}, {above, below});
@@ -388,7 +393,7 @@ class Comparison {
     for (uint64_t i = 0; i < 8 && agreeing < 4; ++i) {
       EvaluationPoint point;
       point.seed = options_.seed * 1000 + i;
-      point.positive = i < 4;
+      if (i >= 4) point.negative = signs_at(symbols, i - 4);
       point.small = i % 2 == 1;
       Evaluation value = evaluate(tree_, ratio, point, budget_);
       if (value.failure == EvaluationFailure::kUnsupported) return 0;
@@ -407,7 +412,7 @@ class Comparison {
 
   bool relations(int a, int b) {
     std::string head_a, head_b;
-    const std::string &signs_a = at(a).text, &signs_b = at(b).text;
+    const std::string signs_a = at(a).text, signs_b = at(b).text;
     const int value_a = stated_value(a, &head_a), value_b = stated_value(b, &head_b);
     if (value_a >= 0 && value_b >= 0) {
       if (head_a.empty() || head_b.empty() || head_a == head_b) {
@@ -525,6 +530,11 @@ class Comparison {
       return is(set, MathKind::kSet) && at(set).children.size() == 1 &&
              (items(a) ? same(at(a).children[0], b) : same(a, at(b).children[0]));
     }
+    if (kind_a != MathKind::kMatrix || kind_b != MathKind::kMatrix) {
+      const int matrix_a = as_matrix(a), matrix_b = as_matrix(b);
+      if ((matrix_a >= 0 && matrix_a != a) || (matrix_b >= 0 && matrix_b != b))
+        return same(matrix_a >= 0 ? matrix_a : a, matrix_b >= 0 ? matrix_b : b);
+    }
     if (kind_a == MathKind::kMatrix && kind_b == MathKind::kMatrix)
       return at(a).columns == at(b).columns && in_order(at(a).children, at(b).children);
     if ((kind_a == MathKind::kMatrix && bracketed_b) ||
@@ -540,6 +550,65 @@ class Comparison {
     if (kind_a == MathKind::kDegree || kind_b == MathKind::kDegree)
       return scaled(a, b, MathKind::kDegree);
     return value(a, b);
+  }
+
+  // A matrix times or over numbers, negated, transposed, or a sum of such, cell by cell; -1: it is
+  // none.
+  int as_matrix(int node) {
+    const MathNode n = at(node);
+    if (n.kind == MathKind::kMatrix) return node;
+    if (n.children.empty() || n.kind == MathKind::kFunction || n.kind == MathKind::kBracketed)
+      return -1;
+    if (!any_node(tree_, node, [](const MathNode& part) { return part.kind == MathKind::kMatrix; }))
+      return -1;
+    std::vector<int> cells;
+    int columns = 0;
+    const auto each_cell = [&](int matrix, auto cell) {
+      const MathNode m = at(matrix);
+      columns = m.columns;
+      for (const int child : m.children) cells.push_back(cell(child));
+    };
+    if (n.kind == MathKind::kProduct || n.kind == MathKind::kQuotient ||
+        n.kind == MathKind::kNegate) {
+      const size_t places = n.kind == MathKind::kQuotient ? 1 : n.children.size();
+      for (size_t i = 0; i < places; ++i) {
+        const int matrix = as_matrix(n.children[i]);
+        if (matrix < 0) continue;
+        if (columns != 0) return -1;  // a product of matrices
+        each_cell(matrix, [&](int cell) {
+          std::vector<int> parts = n.children;
+          parts[i] = cell;
+          return tree_.add(n.kind, n.text, std::move(parts));
+        });
+      }
+    } else if (n.kind == MathKind::kSum) {
+      std::vector<int> matrices;
+      for (const int child : n.children) matrices.push_back(as_matrix(child));
+      for (const int matrix : matrices)
+        if (matrix < 0 || at(matrix).columns != at(matrices[0]).columns ||
+            at(matrix).children.size() != at(matrices[0]).children.size())
+          return -1;
+      size_t place = 0;
+      each_cell(matrices[0], [&](int) {
+        std::vector<int> parts;
+        for (const int matrix : matrices) parts.push_back(at(matrix).children[place]);
+        ++place;
+        return tree_.add(MathKind::kSum, {}, std::move(parts));
+      });
+    } else if (n.kind == MathKind::kPower && is(n.children[1], MathKind::kSymbol) &&
+               (at(n.children[1]).text == "T" || at(n.children[1]).text == "top")) {
+      const int matrix = as_matrix(n.children[0]);
+      if (matrix < 0) return -1;
+      const MathNode m = at(matrix);
+      const size_t wide = static_cast<size_t>(m.columns), tall = m.children.size() / wide;
+      for (size_t column = 0; column < wide; ++column)
+        for (size_t row = 0; row < tall; ++row) cells.push_back(m.children[row * wide + column]);
+      columns = static_cast<int>(tall);
+    }
+    if (columns == 0) return -1;
+    const int result = tree_.add(MathKind::kMatrix, {}, std::move(cells));
+    tree_.nodes[static_cast<size_t>(result)].columns = columns;
+    return result;
   }
 
   // 10% is 10 or 1/10, 180 degrees are 180 or pi, where the other side does not say.
@@ -636,31 +705,49 @@ class Comparison {
         return n.kind == MathKind::kFunction && n.text == "log" && n.children.size() == 1;
       });
     };
-    if (points(a, b, constants, false)) return true;
-    if ((bare_log(a) || bare_log(b)) && points(a, b, constants, true)) return true;
+    if (points(a, b, false)) return true;
+    if ((bare_log(a) || bare_log(b)) && points(a, b, true)) return true;
     return constants && (rounded_decimal(a, b) || rounded_decimal(b, a));
   }
 
-  bool points(int a, int b, bool constants, bool decimal_log) {
-    const uint64_t wanted = constants ? 1 : 6;
-    uint64_t counted = 0;
-    for (uint64_t i = 0; i < (constants ? 1u : 12u) && counted < wanted; ++i) {
+  // Sign patterns: first all symbols negative, then those whose index has bit 0, 1, 2 set, and
+  // those that have it clear; any two of eight symbols differ in one of these.
+  static std::vector<std::string> signs_at(const std::vector<std::string>& symbols,
+                                           uint64_t pattern) {
+    if (pattern == 0) return symbols;
+    std::vector<std::string> negative;
+    for (size_t i = 0; i < symbols.size(); ++i)
+      if (((i >> ((pattern - 1) / 2)) & 1) == (pattern % 2)) negative.push_back(symbols[i]);
+    return negative;
+  }
+
+  // Equal at a constant, or at three to six positive points and at every pattern of signs (one
+  // point each) where both are defined.
+  bool points(int a, int b, bool decimal_log) {
+    std::vector<std::string> symbols = free_symbols(tree_, a);
+    for (std::string& name : free_symbols(tree_, b)) symbols.push_back(std::move(name));
+    std::sort(symbols.begin(), symbols.end());
+    symbols.erase(std::unique(symbols.begin(), symbols.end()), symbols.end());
+    constexpr uint64_t kPositive = 6;
+    const uint64_t patterns = symbols.empty()       ? 0
+                              : symbols.size() == 1 ? 1
+                              : symbols.size() == 2 ? 3
+                                                    : 7;
+    const int wanted = symbols.empty() ? 1 : 3;
+    int counted = 0;
+    for (uint64_t i = 0; i < kPositive + patterns; ++i) {
+      if (i < kPositive && counted >= wanted) continue;
       EvaluationPoint point;
       point.seed = options_.seed * 1000 + i;
-      point.positive = i < 3 || (i >= 6 && i < 9);
+      if (i >= kPositive) point.negative = signs_at(symbols, i - kPositive);
       point.small = i % 3 == 1;
       point.decimal_log = decimal_log;
-      switch (at_point(a, b, point)) {
-        case Point::kEqual:
-          ++counted;
-          break;
-        case Point::kSkip:
-          break;
-        case Point::kUnequal:
-          return false;
-      }
+      const Point result = at_point(a, b, point);
+      if (result == Point::kUnequal) return false;
+      if (result == Point::kEqual) ++counted;
+      if (symbols.empty()) break;
     }
-    return counted >= (constants ? 1u : 3u);
+    return counted >= std::min(wanted, 2);
   }
 
   enum class Point { kEqual, kUnequal, kSkip };
@@ -676,8 +763,8 @@ class Comparison {
         return Point::kSkip;
       const Same verdict = agree(*x.value, *y.value);
       if (verdict == Same::kNo)
-        return !point.positive && (x.complex_branch || y.complex_branch) ? Point::kSkip
-                                                                         : Point::kUnequal;
+        return !point.negative.empty() && (x.complex_branch || y.complex_branch) ? Point::kSkip
+                                                                                 : Point::kUnequal;
       const double lost = std::max(x.lost_bits, y.lost_bits);
       if (verdict == Same::kYes && lost <= 0) return Point::kEqual;
       const double next = static_cast<double>(point.precision) +
@@ -923,14 +1010,15 @@ std::vector<Formula> formulas(std::string_view text) {
     }
     return kNone;
   };
-  bool dollars = true, round = true, square = true;  // a search that failed once fails for good
+  bool dollars = true, displays = true, round = true,
+       square = true;  // a search that failed once fails for good
   while (i < text.size()) {
     if (text[i] == '$' && dollars) {
       const bool two = i + 1 < text.size() && text[i + 1] == '$';
       const size_t open = i + (two ? 2 : 1);
-      const size_t close = find_dollar(open, two);
+      const size_t close = two && !displays ? kNone : find_dollar(open, two);
       if (close == kNone) {
-        dollars = false;
+        (two ? displays : dollars) = false;
         ++i;
         continue;
       }
@@ -988,11 +1076,15 @@ std::string last_number(std::string_view text) {
   while (end > 0 && !is_digit(text[end - 1])) --end;
   if (end == 0) return {};
   size_t begin = end;
+  const auto digit = [&](size_t i) { return i < text.size() && is_digit(text[i]); };
   const auto part = [&](size_t i) {
     const char c = text[i];
     if (is_digit(c)) return true;
-    return (c == '.' || c == ',' || c == '/') && i > 0 && is_digit(text[i - 1]) &&
-           i + 1 < text.size() && is_digit(text[i + 1]);
+    if (i == 0 || !digit(i - 1) || !digit(i + 1)) return false;
+    if (c == '.' || c == ',' || c == '/') return true;
+    // 1 000: at most three digits before, exactly three behind
+    return c == ' ' && digit(i + 2) && digit(i + 3) && !digit(i + 4) &&
+           !(i >= 4 && digit(i - 2) && digit(i - 3) && digit(i - 4));
   };
   while (begin > 0 && part(begin - 1)) --begin;
   if (begin > 0 && text[begin - 1] == '.') --begin;

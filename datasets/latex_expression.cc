@@ -566,7 +566,11 @@ struct NotUnderstood {};
 
 class Parser {
  public:
-  explicit Parser(std::vector<Token> tokens) : tokens_(std::move(tokens)) { tokens_.push_back({}); }
+  explicit Parser(std::vector<Token> tokens) : tokens_(std::move(tokens)) {
+    tokens_.push_back({});
+    for (size_t i = 0; i < tokens_.size(); ++i)
+      if (tokens_[i].kind == TokenKind::kMark && tokens_[i].text == "|)") last_bar_ = i;
+  }
 
   MathTree parse() {
     tree_.root = list();
@@ -676,11 +680,9 @@ class Parser {
         words += " " + peek().text;
         ++at_;
       }
-      if (!at_separator() && !at_close() && !relation_sign(peek()) && !is_mark(":")) fail();
-      if (is_mark(":")) {  // \text{Area}: 12
-        ++at_;
-        return operand();
-      }
+      if (take(":") || words.ends_with(" is") || words.ends_with(":"))
+        return operand();  // \text{Area: } 12
+      if (!at_separator() && !at_close() && !relation_sign(peek())) fail();
       return tree_.add(MathKind::kText, words);
     }
     std::vector<int> parts{ratio()};
@@ -972,23 +974,23 @@ class Parser {
       return braces();
     }
     if (token.text == "\\{") {
+      // {x | x > 5} is its condition.
+      const bool builder =
+          peek().kind == TokenKind::kSymbol && (is_mark("|", 1) || is_mark(":", 1));
+      if (builder) at_ += 2;
       const bool outer = std::exchange(in_abs_, false);
       std::vector<int> parts = items();
       in_abs_ = outer;
       expect("\\}");
+      if (builder && parts.size() == 1) return parts[0];
+      if (builder) fail();
       return tree_.add(MathKind::kSet, {}, std::move(parts));
     }
     if (token.text == "|") return between("|", "abs");
-    if (token.text == "|(") return between(is_closing_bar() ? "|)" : "|", "abs");
+    if (token.text == "|(") return between(at_ < last_bar_ ? "|)" : "|", "abs");
     if (token.text == "lfloor") return between("rfloor", "floor");
     if (token.text == "lceil") return between("rceil", "ceil");
     fail();
-  }
-
-  bool is_closing_bar() {
-    for (size_t i = at_; i < tokens_.size(); ++i)
-      if (tokens_[i].kind == TokenKind::kMark && tokens_[i].text == "|)") return true;
-    return false;
   }
 
   int function(std::string name) {
@@ -1105,6 +1107,7 @@ class Parser {
   std::vector<Token> tokens_;
   MathTree tree_;
   size_t at_ = 0;
+  size_t last_bar_ = 0;  // the last closing bar
   int depth_ = 0;
   bool in_abs_ = false;
 };
