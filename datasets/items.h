@@ -59,23 +59,18 @@ struct ItemSet {
 
 /// Reads and checks the items of a source. Layouts:
 /// - MMLU-Pro: .json (an array) or .jsonl with question, options, answer, answer_index, category,
-/// cot_content; a folder with <split>
-///   in one of these forms. Options "N/A" are fillers and are dropped.
+///   cot_content; a folder with <split> in one of these forms. Options "N/A" are fillers and are
+///   dropped.
 /// - GPQA: gpqa_<split>.csv (or any .csv) with the authors' column names; options are the correct
-/// answer, then the three
-///   wrong ones.
+///   answer, then the three wrong ones.
 /// - MATH: .json or .jsonl with problem, solution, level ("Level 5" or 5), type or subject, and
-/// answer or a \boxed{} in the
-///   solution; a folder <split>.jsonl, <split>/<subject>/<number>.json or
-///   MATH/<split>/<subject>/<number>.json.
+///   answer or a \boxed{} in the solution; a folder <split>.jsonl, <split>/<subject>/<number>.json
+///   or MATH/<split>/<subject>/<number>.json.
 /// - GSM8K: .jsonl with question and answer, the result behind "####"; a folder with <split>.jsonl.
+///
 /// Throws std::invalid_argument for a wrong selection and std::runtime_error for missing files
 /// (naming the layouts that were looked for), text that is no JSON or CSV (file and line), and a
 /// file without one good item.
 ItemSet load_items(const ItemSource& source);
-
-/// Content of the last \boxed{...} or \fbox{...} of a text, braces balanced, or what follows
-/// "\boxed " up to a dollar sign. Absent if there is none, or if the text ends inside the last one.
-std::optional<std::string> boxed_answer(const std::string& text);
 
 }  // namespace replayeval

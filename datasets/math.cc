@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "datasets/grade_boxed.h"
 #include "datasets/item_readers.h"
 
 namespace replayeval {
@@ -29,7 +30,9 @@ void add_problem(const Json& row, const std::string& id, RawItems* raw) {
   item.question = text_of(row, "problem");
   item.solution = text_of(row, "solution");
   item.gold = text_of(row, "answer");
-  if (item.gold.empty()) item.gold = boxed_answer(item.solution).value_or("");
+  if (item.gold.empty()) {
+    if (auto boxed = last_boxed(item.solution)) item.gold = std::move(boxed->content);
+  }
   raw->add(std::move(item));
 }
 
@@ -61,30 +64,6 @@ std::vector<fs::path> problem_files(const fs::path& folder) {
 }
 
 }  // namespace
-
-std::optional<std::string> boxed_answer(const std::string& text) {
-  const size_t boxed = text.rfind("\\boxed"), framed = text.rfind("\\fbox");
-  if (boxed == std::string::npos && framed == std::string::npos) return std::nullopt;
-  const bool is_boxed =
-      framed == std::string::npos || (boxed != std::string::npos && boxed > framed);
-  const size_t begin = is_boxed ? boxed + 6 : framed + 5;
-  if (begin >= text.size()) return std::nullopt;
-  if (is_boxed && text[begin] == ' ') {
-    const size_t end = text.find('$', begin + 1);
-    return text.substr(begin + 1, end == std::string::npos ? end : end - begin - 1);
-  }
-  if (text[begin] != '{') return std::nullopt;
-  int depth = 0;
-  for (size_t i = begin; i < text.size(); ++i) {
-    if (text[i] == '\\') {
-      ++i;  // \{ and \} are characters of the answer
-      continue;
-    }
-    depth += text[i] == '{' ? 1 : text[i] == '}' ? -1 : 0;
-    if (depth == 0) return text.substr(begin + 1, i - begin - 1);
-  }
-  return std::nullopt;  // cut off inside the box
-}
 
 RawItems read_math(const ItemSource& source) {
   RawItems raw;

@@ -13,10 +13,10 @@ namespace replayeval {
 class Regex {
  public:
   /// Differences of the dialects are translated: \s, \S, \w, \W, \h, \H mean Unicode's White_Space,
-  /// word characters (Alphabetic, M, Nd, Pc, and the superscripts and
-  /// fractions of Latin-1) and hexadecimal digits; ^ and $ match at every line.
-  /// Throws std::runtime_error for a pattern that PCRE2 refuses (with the offset) and for class
-  /// intersections (&&) and nested classes, which it does not have.
+  /// word characters (Alphabetic, M, Nd, Pc, and the superscripts and fractions of Latin-1) and
+  /// hexadecimal digits; ^ and $ match at every line. Throws std::runtime_error for a pattern that
+  /// PCRE2 refuses (with the offset) and for class intersections (&&) and nested classes, which it
+  /// does not have.
   explicit Regex(const std::string& pattern);
 
   /// A pattern that matches the text itself.

@@ -64,9 +64,8 @@ struct DocumentEntry {
   std::filesystem::path path;
 };
 
-/// The documents of a source in order: those that exist (a PG-19 folder may hold a part of
-/// the split) and that `ids` names, if it does. Reads no text: for --dry-run. Throws
-/// as load_documents.
+/// The documents of a source in order: those that exist (a PG-19 folder may hold a part of the
+/// split) and that `ids` names, if it does. Reads no text: for --dry-run. Throws as load_documents.
 std::vector<DocumentEntry> list_documents(const DataSource& source);
 
 /// A text file as UTF-8 with LF line ends; a leading byte order mark is dropped. Throws

@@ -392,8 +392,8 @@ TEST_CASE("wrong tokenizers and texts are refused with place and reason") {
   }
 }
 
-// A million bytes take well under a second; with a quadratic step anywhere it would be
-// hours. The bound only has to lie between, on a busy machine and with sanitizers.
+// A million bytes take well under a second; with a quadratic step anywhere it would be hours. The
+// bound only has to lie between, on a busy machine and with sanitizers.
 TEST_CASE("long runs take linear time") {
   constexpr size_t kBytes = 1'000'000;
   const auto repeated = [](std::string_view unit) {
