@@ -335,6 +335,15 @@ TEST_CASE("several limits are corrected by Holm") {
                         "kl.mean[nvfp4+sr] <= 2 * base"});
   three.alpha = 3.1 * single.p_exceeds;
   CHECK(compare(base, candidate, {}, &three).limits[0].verdict == Verdict::fail);
+  // Step down: where the least p does not pass, a later one (compared with a larger share) must not
+  // either.
+  Gate two = gate_of({"accuracy.gpqa[nvfp4+sr] >= base", "accuracy.gpqa[nvfp4+sr] >= base"});
+  two.alpha = 1.5 * single.p_exceeds;
+  for (const LimitResult& r : evaluate_gate(two, base, candidate, {}))
+    CHECK(r.verdict == Verdict::undecided);
+  two.alpha = 2.1 * single.p_exceeds;
+  for (const LimitResult& r : evaluate_gate(two, base, candidate, {}))
+    CHECK(r.verdict == Verdict::fail);
   three.alpha = 2.9 * single.p_exceeds;
   CHECK(compare(base, candidate, {}, &three).limits[0].verdict == Verdict::undecided);
   CHECK(contains(compare(base, candidate, {}, &three).limits[0].warnings.at(0),

@@ -118,6 +118,16 @@ TEST_CASE("parts written are read back, assembled and loaded equal") {
   const Report loaded = load_report(path);
   CHECK(figures_differ(report, loaded) == "");
   CHECK(loaded.run.experiment == plan.run.experiment);
+  for (std::string RunInfo::*field :
+       {&RunInfo::job, &RunInfo::created, &RunInfo::model, &RunInfo::family, &RunInfo::tokenizer,
+        &RunInfo::tokenizer_sha256, &RunInfo::data, &RunInfo::data_sha256, &RunInfo::revision,
+        &RunInfo::compiler, &RunInfo::device, &RunInfo::compute, &RunInfo::dense,
+        &RunInfo::baseline}) {
+    CHECK(loaded.run.*field == plan.run.*field);
+    CHECK_FALSE((plan.run.*field).empty());
+  }
+  CHECK(loaded.run.threads == 2);
+  CHECK(loaded.run.window == 16);
   CHECK(loaded.run.seed == plan.run.seed);
   CHECK(loaded.run.versions == plan.run.versions);
   CHECK(loaded.run.finished == "2026-11-29T19:00:00Z");

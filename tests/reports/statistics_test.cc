@@ -215,6 +215,38 @@ TEST_CASE("positions of the prompt are outside every figure") {
   CHECK(s.states[1].all.nll.value == 1);
 }
 
+TEST_CASE("positions where the baseline itself is not finite are outside the ratio alone") {
+  MadeUp made({"fp32", "nvfp4"});
+  made.document({{0, 0, 0}, {0.5f, 0.5f, 0.5f}}, {{1, kNaN, 1}, {2, 9, 2}}, 1);
+  const KlStatistics s = kl_statistics(made.report);
+  CHECK(s.states[0].all.non_finite == 1);
+  CHECK(s.states[1].all.nll.value == doctest::Approx(13.0 / 3));
+  CHECK(s.states[1].all.perplexity_ratio.value == doctest::Approx(std::exp(1.0)));
+}
+
+TEST_CASE("a few documents: standard error and interval of their mean") {
+  // Means 1, 2, 6 of three documents: standard deviation sqrt(7), standard error sqrt(7 / 3). A
+  // replicate draws the least (or the greatest) mean three times with probability 1/27 = 3.7 %, so
+  // the quantiles at 2.5 % are the extremes, 2 below and 3 above the estimate; replicates have the
+  // standard deviation sqrt(14 / 9), and t(0.975; 2) = 4.3027 against 1.95996 of a normal one
+  // widens: factor sqrt(7 / 3) / sqrt(14 / 9) * 4.3027 / 1.95996 = 2.6887. A standard deviation of
+  // 40,000 replicates is uncertain by 1 / sqrt(80,000) = 0.35 %; four of those.
+  BlockSums sums;
+  sums.columns = 2;
+  sums.cells = 1;
+  for (double mean : {1.0, 2.0, 6.0}) sums.documents.push_back({{1, {10 * mean, 10}}});
+  const Bootstrap draws = bootstrap(
+      sums, 1, [](std::span<const double> t, std::span<double> out) { out[0] = t[0] / t[1]; }, 1,
+      40000);
+  CHECK(draws.degrees_of_freedom == 2);
+  CHECK(draws.estimate[0] == doctest::Approx(3));
+  CHECK(standard_error(draws, 0, Scale::linear) ==
+        doctest::Approx(std::sqrt(7.0 / 3)).epsilon(0.014));
+  const Interval limits = interval(draws, 0, Scale::linear);
+  CHECK(3 - limits.low == doctest::Approx(2 * 2.6887).epsilon(0.014));
+  CHECK(limits.high - 3 == doctest::Approx(3 * 2.6887).epsilon(0.014));
+}
+
 TEST_CASE("the bootstrap is a function of its seed, and pairs the states") {
   std::mt19937_64 random(7);
   MadeUp made({"fp32", "a", "b"});
