@@ -15,12 +15,14 @@
 #include "harness/check_model.h"
 #include "harness/check_quant.h"
 #include "harness/experiment.h"
+#include "harness/fold_stability.h"
 #include "harness/metrics.h"
 #include "harness/progress.h"
 #include "harness/report_command.h"
 #include "harness/show_format.h"
 #include "harness/teacher_forced.h"
 #include "models/hub.h"
+#include "models/random_checkpoint.h"
 #include "quant/quantize.h"
 #include "quant/state_format.h"
 #include "reports/attribution.h"
@@ -362,7 +364,23 @@ int parse_and_run(int argc, const char* const* argv) {
       ->add_option("--state", bench_options.states,
                    "state precision of the job (repeatable); the quickstart's unless given")
       ->allow_extra_args(false);
+  std::string random_name, random_folder;
+  uint64_t random_seed = 1;
+  CLI::App* random_app =
+      bench_app->add_subcommand("checkpoint", "write a checkpoint with random weights");
+  random_app
+      ->add_option("name", random_name,
+                   "bench-gdn-4b, bench-mamba2-4b, bench-gdn-tiny or bench-mamba2-tiny")
+      ->required();
+  random_app
+      ->add_option("folder", random_folder, "where to write config.json and model.safetensors")
+      ->required();
+  random_app->add_option("--seed", random_seed);
   bench_app->callback([&] {
+    if (random_app->parsed()) {
+      write_random_checkpoint(random_name, random_folder, random_seed);
+      return;
+    }
     if (!bench_model.empty()) bench_options.model = find_model(bench_model);
     if (!bench_data.empty()) bench_options.data = bench_data;
     result = run_bench(bench_options);
@@ -436,6 +454,19 @@ int parse_and_run(int argc, const char* const* argv) {
       "JSON lines; expected.jsonl and decode.jsonl in the folder unless given");
   check_tokenizer_app->callback(
       [&] { result = check_tokenizer_command(tokenizer_folder, tokenizer_answers); });
+  FoldStabilityOptions fold_options;
+  CLI::App* check_fold_app = check_command->add_subcommand(
+      "fold", "is gdn_fold: cached stable, head by head, on dumped windows of GDN layers");
+  check_fold_app
+      ->add_option("dumps", fold_options.dumps,
+                   "a dump, a folder of them, or a run with dump_states")
+      ->required();
+  check_fold_app->add_option("--read", fold_options.read,
+                             "format of the read checkpoint, nvfp4 unless given");
+  check_fold_app->callback([&] {
+    std::printf("%s", fold_stability_text(fold_options).c_str());
+    result = 0;
+  });
   std::string quant_file;
   CLI::App* check_quant_app = check_command->add_subcommand("quant", "codes of the number formats");
   check_quant_app->add_option("file", quant_file, "HDF5 file of vectors")->required();
