@@ -555,8 +555,8 @@ std::vector<int32_t> SentencePieceTokenizer::encode_unigram(std::string_view nor
       const Model::Piece& piece = model_.pieces[static_cast<size_t>(id)];
       if (piece.type == Model::kUnused) continue;
       has_character = has_character || end == after;
-      // No path of normal pieces, whose scores are logarithms of probabilities, beats a
-      // user-defined symbol.
+      // Scores are logarithms of probabilities, so nothing normal beats a user-defined symbol over
+      // the same characters.
       const float score = piece.type == Model::kUserDefined
                               ? static_cast<float>(0.1 * (static_cast<double>(end - begin) - 1))
                               : piece.score;

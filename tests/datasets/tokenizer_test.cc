@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 
 #include <chrono>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -89,8 +90,9 @@ Json small_tokenizer() {
   return {
       {"added_tokens",
        {added(264, "<s>", true, false, false, false), added(265, "</s>", true, false, true, false),
-        added(266, "\u00E9!", false, true, false, false),
-        added(267, "cat", false, false, false, true)}},
+        added(266, "e\u0301!", false, true, false, false),
+        added(267, "cat", false, false, false, true),
+        added(268, "</s", false, false, false, false)}},
       {"normalizer", {{"type", "NFC"}}},
       {"pre_tokenizer",
        {{"type", "Sequence"},
@@ -213,7 +215,7 @@ TEST_CASE("a small tokenizer.json") {
   TemporaryFolder folder;
   const auto tokenizer = load_json(folder, small_tokenizer());
   using Ids = std::vector<int32_t>;
-  CHECK(tokenizer->vocabulary_size() == 268);
+  CHECK(tokenizer->vocabulary_size() == 269);
   CHECK(tokenizer->encode("") == Ids{});
   CHECK(tokenizer->encode("abc") == Ids{258});
   CHECK(tokenizer->encode("bcc") == Ids{257, 'c'});
@@ -226,6 +228,7 @@ TEST_CASE("a small tokenizer.json") {
         Ids{'a', 265, 'b'});  // takes the white space before it along
   CHECK(tokenizer->encode("cats cat") == Ids{'c', 'a', 't', 's', ' ', 267});
   CHECK(tokenizer->encode("<s><s") == Ids{264, '<', 's'});
+  CHECK(tokenizer->encode("</s</s>") == Ids{268, 265});  // of two, the longer
   CHECK(tokenizer->encode("\r\n\r\nx") == Ids{263, '\r', '\n', 'x'});
   CHECK(tokenizer->encode_with_special("ab") == Ids{264, 256});
   CHECK(tokenizer->bos_id() == 264);
@@ -283,6 +286,116 @@ TEST_CASE("merging by rank equals the sentencepiece library") {
       REQUIRE(fast->encode(text) == slow->encode(text));
     }
   }
+}
+
+// A SentencePiece model file: sentencepiece_model.proto, written by hand. Answers below also by
+// sentencepiece 0.2.3.
+struct SmallModel {
+  struct Piece {
+    std::string text;
+    float score;
+    int type;  // 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
+  };
+  std::vector<Piece> pieces;
+  int model_type;  // 1 unigram, 2 BPE
+  bool dummy_prefix, remove_spaces, whitespace_suffix;
+
+  std::string serialized() const {
+    std::string file;
+    for (const Piece& piece : pieces) {
+      std::string score(4, '\0');
+      std::memcpy(score.data(), &piece.score, 4);
+      put_bytes(1, bytes(1, piece.text) + '\x15' + score + number(3, piece.type), &file);
+    }
+    put_bytes(2, number(3, model_type) + number(24, whitespace_suffix), &file);
+    put_bytes(3, bytes(1, "identity") + number(3, dummy_prefix) + number(4, remove_spaces), &file);
+    return file;
+  }
+  static std::string varint(uint64_t value) {
+    std::string out;
+    for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);
+    return out + static_cast<char>(value);
+  }
+  static std::string number(uint64_t field, int value) {
+    return varint(field << 3) + varint(static_cast<uint64_t>(value));
+  }
+  static std::string bytes(uint64_t field, const std::string& value) {
+    return varint(field << 3 | 2) + varint(value.size()) + value;
+  }
+  static void put_bytes(uint64_t field, const std::string& value, std::string* out) {
+    *out += bytes(field, value);
+  }
+};
+
+TEST_CASE("user-defined and unknown characters, spaces: small SentencePiece models") {
+  using Ids = std::vector<int32_t>;
+  const std::string space = "\u2581";
+  SmallModel model{{{"<unk>", 0, 2},       // 0
+                    {"<s>", 0, 3},         // 1
+                    {"</s>", 0, 3},        // 2
+                    {space, -9, 1},        // 3
+                    {"a", -5, 1},          // 4
+                    {"b", -6, 1},          // 5
+                    {"c", -7, 1},          // 6
+                    {"ab", -2, 1},         // 7
+                    {"bc", -1, 1},         // 8
+                    {space + "a", -3, 1},  // 9
+                    {"cc", -4, 4},         // 10: found in the text before anything merges
+                    {"ccb", -0.5, 1}},     // 11: out of reach, since 10 never merges
+                   2,
+                   true,
+                   false,
+                   false};
+  TemporaryFolder folder;
+  const auto load = [&] {
+    folder.write("tokenizer.model", model.serialized());
+    return load_tokenizer(folder.path());
+  };
+  const auto agrees = [&](const Tokenizer& tokenizer, const std::string& text) {
+    CHECK(tokenizer.encode(text) ==
+          load_sentencepiece(folder.path() / "tokenizer.model", true)->encode(text));
+    return tokenizer.encode(text);
+  };
+  auto tokenizer = load();
+  CHECK(agrees(*tokenizer, "abc") == Ids{9, 8});
+  CHECK(agrees(*tokenizer, "b ab") == Ids{3, 5, 3, 7});  // "ab" before "\u2581a"
+  CHECK(agrees(*tokenizer, "accb") == Ids{9, 10, 5});
+  CHECK(agrees(*tokenizer, "xyazcc") == Ids{3, 0, 4, 0, 10});
+  CHECK(agrees(*tokenizer, "  ") == Ids{3, 3, 3});
+  CHECK(tokenizer->encode_with_special("a") == Ids{1, 9});
+  CHECK(tokenizer->decode(Ids{1, 9, 8, 2, 3, 0, 7}) == "abc  \u2047 ab");
+  CHECK(tokenizer->decode(Ids{3, 9, 9}) == " a a");
+
+  model.remove_spaces = true;
+  tokenizer = load();
+  CHECK(agrees(*tokenizer, "  b   a ") == Ids{3, 5, 9});
+  CHECK(agrees(*tokenizer, "   ") == Ids{});
+  CHECK(tokenizer->decode(Ids{3, 3, 9, 9}) == "a a");
+
+  model.whitespace_suffix = true;
+  tokenizer = load();
+  CHECK(agrees(*tokenizer, " a b") == Ids{4, 3, 5, 3});
+
+  // Unigram: the best sum, -2 - 7 for "ab" "c" against -5 - 1 for "a" "bc"; a user-defined piece
+  // always wins.
+  model.whitespace_suffix = model.remove_spaces = model.dummy_prefix = false;
+  model.model_type = 1;
+  tokenizer = load();
+  CHECK(agrees(*tokenizer, "abc") == Ids{4, 8});
+  CHECK(agrees(*tokenizer, "ab") == Ids{7});
+  CHECK(agrees(*tokenizer, "xxab") == Ids{0, 7});
+  CHECK(tokenizer->encode("acc") == Ids{4, 10});
+  CHECK(tokenizer->encode("accb") == Ids{4, 11});  // 0.1 - 6 against -0.5
+  CHECK(tokenizer->decode(Ids{9, 10}) == " acc");
+
+  // An unused piece is never the answer.
+  model.model_type = 2;
+  model.pieces[8].type = 5;
+  tokenizer = load();
+  CHECK(agrees(*tokenizer, "abc") == Ids{4, 5, 6});
+  model.model_type = 1;
+  tokenizer = load();
+  CHECK(agrees(*tokenizer, "abc") == Ids{7, 6});
 }
 
 TEST_CASE("a limit gives the first ids of the whole text") {
