@@ -493,6 +493,22 @@ class Evaluator {
     return result;
   }
 
+  ComplexBall factorial(const ComplexBall& x) {
+    // |digamma| <= 22 for arguments in (0.05, 10^6]; closer to the pole the bound would not hold.
+    if (!x.is_real()) throw Unsupported();
+    if (mpfr_cmp_d(x.re, -0.95) < 0) throw Undefined();
+    if (mpfr_cmp_ui(x.re, 1000000) > 0) throw Unsupported();
+    spend(500);
+    ComplexBall result = zero();
+    mpfr_add_ui(result.re, x.re, 1, MPFR_RNDN);
+    mpfr_gamma(result.re, result.re, MPFR_RNDN);
+    // Rounding x + 1 moves the value like an error of x.
+    const double error = add_errors(x.error, 22 - static_cast<double>(point_.precision));
+    result.error = error + result.magnitude() + 6;
+    rounded(&result);
+    return result;
+  }
+
   ComplexBall real_argument(const MathNode& node, size_t which) {
     ComplexBall x = of(node.children[which]);
     if (!x.is_real()) throw Unsupported();
@@ -509,6 +525,10 @@ class Evaluator {
     }
     if (count == 2) {
       if (name == "log") return divide(log(of(node.children[0])), log(of(node.children[1])));
+      if (name == "binomial") {  // n! / (k! (n - k)!)
+        const ComplexBall n = of(node.children[0]), k = of(node.children[1]);
+        return divide(factorial(n), multiply(factorial(k), factorial(add(n, negate(k)))));
+      }
       if (name == "root") {
         const auto degree = exact.of(node.children[1]);
         const auto n = degree ? small_integer(degree->get(), 1000000) : std::nullopt;
@@ -587,20 +607,7 @@ class Evaluator {
       }
       return result;
     }
-    if (name == "factorial") {
-      if (mpfr_cmp_si(x.re, -1) <= 0) throw Undefined();
-      if (mpfr_cmp_ui(x.re, 1000000) > 0) throw Unsupported();
-      spend(500);
-      ComplexBall result = zero();
-      mpfr_add_ui(result.re, x.re, 1, MPFR_RNDN);
-      mpfr_gamma(result.re, result.re, MPFR_RNDN);
-      // |digamma| <= 22 for arguments in (0.05, 10^6]; closer to the pole the bound would not hold
-      if (mpfr_cmp_d(x.re, -0.95) < 0) throw Undefined();
-      result.error = x.error == kExact ? kExact : x.error + result.magnitude() + 6;
-      rounded(&result);
-      rounded(&result);
-      return result;
-    }
+    if (name == "factorial") return factorial(x);
     throw Unsupported();
   }
 

@@ -721,14 +721,14 @@ class Comparison {
     return negative;
   }
 
-  // Equal at a constant, or at three to six positive points and at every pattern of signs (one
-  // point each) where both are defined.
+  // Equal at a constant, or at three of up to twelve positive points and at every pattern of signs
+  // (one point each) where both are defined.
   bool points(int a, int b, bool decimal_log) {
     std::vector<std::string> symbols = free_symbols(tree_, a);
     for (std::string& name : free_symbols(tree_, b)) symbols.push_back(std::move(name));
     std::sort(symbols.begin(), symbols.end());
     symbols.erase(std::unique(symbols.begin(), symbols.end()), symbols.end());
-    constexpr uint64_t kPositive = 6;
+    constexpr uint64_t kPositive = 12;
     const uint64_t patterns = symbols.empty()       ? 0
                               : symbols.size() == 1 ? 1
                               : symbols.size() == 2 ? 3
@@ -1151,9 +1151,9 @@ std::string answer_in_sentence(std::string_view said) {
     if (prose_words(behind) == 0 && last_number(behind).empty()) return last_formula(said, all);
   }
   const size_t verb = find_last_any_case(said, " is ");
-  if (verb != kNone) said = said.substr(verb + 4);
-  if (prose_words(said) <= 1) return std::string(trimmed(said));
-  return all.empty() ? last_number(said) : last_formula(said, all);
+  const std::string_view stated = verb == kNone ? said : said.substr(verb + 4);
+  if (prose_words(stated) <= 1) return std::string(trimmed(stated));
+  return all.empty() ? last_number(stated) : last_formula(said, all);
 }
 
 }  // namespace

@@ -144,6 +144,17 @@ const Names& short_words() {
   return names;
 }
 
+// Words that may follow a number without a space.
+const Names& attached_words() {
+  static const Names names{
+      "percent", "degrees", "degree", "meters", "meter",    "inches",  "inch",   "feet",
+      "foot",    "miles",   "mile",   "hours",  "hour",     "minutes", "minute", "seconds",
+      "second",  "dollars", "dollar", "cents",  "cent",     "units",   "unit",   "grams",
+      "gram",    "years",   "year",   "days",   "weeks",    "months",  "liters", "yards",
+      "pounds",  "euros",   "yuan",   "people", "students", "points",  "times",  "ways"};
+  return names;
+}
+
 struct Lexer {
   std::string_view text;
   CommaReading reading;
@@ -287,6 +298,9 @@ struct Lexer {
       std::string lower(letters);
       for (char& c : lower)
         if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+      // 2abcd is a product, 2meters is not.
+      const bool behind_number =
+          !space && !tokens.empty() && tokens.back().kind == TokenKind::kNumber;
       const auto split = [&](std::string_view head) {
         return lower.size() == head.size() + 1 && lower.starts_with(head) && at > 0 &&
                !tokens.empty() && tokens.back().kind != TokenKind::kSymbol;
@@ -295,7 +309,8 @@ struct Lexer {
         const size_t head = lower.size() - 1;
         push(TokenKind::kText, std::string(letters.substr(0, head)));
         push(TokenKind::kSymbol, std::string(letters.substr(head)));
-      } else if (letters.size() >= 4 || (letters.size() > 1 && short_words().count(lower) != 0)) {
+      } else if ((letters.size() >= 4 && !(behind_number && attached_words().count(lower) == 0)) ||
+                 (letters.size() > 1 && short_words().count(lower) != 0)) {
         push(TokenKind::kText, std::string(letters));
       } else {
         for (const char c : letters) push(TokenKind::kSymbol, std::string(1, c));
@@ -661,6 +676,7 @@ class Parser {
   }
 
   int item() {
+    if (is_mark("=") || is_mark("~=")) ++at_;  // "= 5"
     std::vector<int> operands{operand()};
     std::string signs;
     while (const auto sign = relation_sign(peek())) {
@@ -823,8 +839,13 @@ class Parser {
         } else {
           const bool fraction = is_command("frac");
           const int right = factor();
+          const MathNode part = tree_.at(right);
+          const bool marked = part.kind == MathKind::kPercent || part.kind == MathKind::kDegree;
           if (whole && fraction && proper_fraction(right))
             factors = {tree_.add(MathKind::kSum, {}, {factors[0], right})};
+          else if (whole && fraction && marked && proper_fraction(part.children[0]))  // 33\frac13\%
+            factors = {tree_.add(part.kind, {},
+                                 {tree_.add(MathKind::kSum, {}, {factors[0], part.children[0]})})};
           else
             factors.push_back(right);
         }
@@ -1035,7 +1056,7 @@ class Parser {
     if (exponent >= 0 && tree_.at(exponent).kind == MathKind::kNegate &&
         tree_.at(tree_.at(exponent).children[0]).text == "1") {
       static const std::unordered_map<std::string_view, std::string_view> inverse{
-          {"sin", "arcsin"}, {"cos", "arccos"}, {"tan", "arctan"}};
+          {"sin", "arcsin"}, {"cos", "arccos"}, {"tan", "arctan"}, {"cot", "arccot"}};
       const auto found = inverse.find(name);
       if (found == inverse.end()) fail();
       return tree_.add(MathKind::kFunction, std::string(found->second), std::move(arguments));

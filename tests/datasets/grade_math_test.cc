@@ -5,12 +5,15 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <ctime>
+#include <fstream>
 #include <set>
 
 #include "datasets/expression_value.h"
 #include "datasets/grade_check.h"
 #include "datasets/latex_expression.h"
+#include "tests/datasets/temporary_folder.h"
 #include "tests/support/case_file.h"
 
 namespace replayeval {
@@ -24,6 +27,18 @@ struct Pair {
 
 // The mathematically right verdict of each, both ways round where the rules are symmetric.
 const Pair kPairs[] = {
+    {R"(33\frac{1}{3}\%)", R"(\frac13)", true},
+    {R"(33\frac{1}{3}\%)", R"(33\frac{2}{3}\%)", false},
+    {R"(2)", R"(2abcd)", false},
+    {R"(2)", R"(2meters)", true},
+    {R"(5)", R"(= 5)", true},
+    {R"(\binom{n}{2})", R"(\frac{n(n-1)}{2})", true},
+    {R"(\binom{n}{2})", R"(\frac{n(n+1)}{2})", false},
+    {R"(x=1, y=2)", R"((x,y)=(1,2))", true},
+    {R"(a=1, b=2)", R"(a=2, b=1)", false},
+    {R"(x \in \{1,2\})", R"(\{2,1\})", true},
+    {R"(\left\{1,2\right\})", R"(\{1,2\})", true},
+    {R"(\frac{\sqrt{3}}{3})", R"(\frac{1}{\sqrt{3}})", true},
     {R"(\frac{1}{2004!})", R"(\frac{1}{2006!})", false},
     {R"(\frac{\pi}{2004!})", R"(\frac{\pi}{2006!})", false},
     {R"(\frac{\pi}{2004!})", R"(\frac{2\pi}{2\cdot 2004!})", true},
@@ -265,6 +280,7 @@ TEST_CASE("the final answer of a text") {
         "7");
   CHECK(final_math_answer("Final Answer: The volume of $ABC$ is 120. I hope it is correct.") ==
         "120");
+  CHECK(final_math_answer("Final Answer: the value is $12$ where all of the terms count.") == "12");
   CHECK(final_math_answer("We have $a$ and so the answer is 12.5 units.") == "12.5 units");
   CHECK(final_math_answer("Either $1$ and $2$.") == "1, 2");
   CHECK(final_math_answer("It costs \\$5, that is $28$ % of it") == "28\\%");
@@ -432,6 +448,22 @@ TEST_CASE("nesting is bounded") {
 TEST_CASE("check_grader names a broken line") {
   CHECK_THROWS_WITH_AS(check_grader("/nonexistent.jsonl"),
                        doctest::Contains("cannot read /nonexistent.jsonl"), std::runtime_error);
+  const test::TemporaryFolder folder;
+  const std::string path = (folder.path() / "cases.jsonl").string();
+  const auto complaint = [&](const char* lines) {
+    std::ofstream(path) << lines;
+    try {
+      check_grader(path);
+    } catch (const std::runtime_error& error) {
+      return std::string(error.what()).substr(path.size());
+    }
+    return std::string("none");
+  };
+  CHECK(complaint("{\"a\": 1}\n\n{\"a\": \n").starts_with(":3: "));
+  CHECK(complaint("[1]\n") == ":1: expected a JSON object");
+  CHECK(complaint("{\"gold\": 5, \"answer\": \"5\", \"equal\": true}\n").starts_with(":1: "));
+  CHECK(complaint("{\"a\": 1}\n") == "none");
+  CHECK(check_grader(path).unknown_rows == 1);
 }
 
 }  // namespace
