@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "datasets/grade_check.h"
 #include "datasets/tokenizer.h"
 #include "harness/bench.h"
 #include "harness/build_info.h"
@@ -28,6 +29,7 @@
 #include "reports/attribution.h"
 #include "reports/compare.h"
 #include "reports/files.h"
+#include "reports/health_tables.h"
 #include "reports/run_folder.h"
 #include "reports/statistics.h"
 #include "reports/tables.h"
@@ -100,13 +102,16 @@ int run(RunArguments arguments) {
 
 enum class ShowAs { text, csv, json };
 
-int show(const std::vector<std::string>& runs, ShowAs as) {
+int show(const std::vector<std::string>& runs, ShowAs as, bool health) {
   const Report report = read_runs(runs);
   const KlStatistics statistics = kl_statistics(report);
   const std::string text = as == ShowAs::csv    ? kl_csv(report, statistics)
                            : as == ShowAs::json ? kl_json(report, statistics)
                                                 : kl_text(report, statistics);
   std::printf("%s%s", text.c_str(), text.ends_with('\n') ? "" : "\n");
+  if (as == ShowAs::text && health) {
+    for (const Table& table : health_tables(report)) std::printf("\n%s", as_text(table).c_str());
+  }
   if (as == ShowAs::text) {
     for (const Table& table : attribution_tables(report, statistics))
       std::printf("\n%s", as_text(table).c_str());
@@ -270,6 +275,26 @@ int check_tokenizer_command(const std::string& folder, const std::string& answer
   return check.passed() ? 0 : 1;
 }
 
+/// 0 when every case agrees.
+int check_grader_command(const std::string& file) {
+  const GraderReport report = check_grader(file);
+  bool agrees = true;
+  for (const GraderCheck& check : report.checks) {
+    std::printf("%-24s against %-32s %5zu of %5zu agree", check.rule.c_str(), check.against.c_str(),
+                check.agree, check.cases);
+    if (check.false_accepts > 0) std::printf(", %zu wrongly accepted", check.false_accepts);
+    std::printf("\n");
+    agrees = agrees && check.agree == check.cases;
+    if (!check.worst) continue;
+    std::printf("  worst: %s:%zu: %s: expected %s, got %s\n  %s\n", report.file.c_str(),
+                check.worst->line, check.worst->id.c_str(), check.worst->expected.c_str(),
+                check.worst->got.c_str(), check.worst->excerpt.c_str());
+  }
+  if (report.unknown_rows > 0)
+    std::printf("%zu of %zu rows are of no known layout\n", report.unknown_rows, report.rows);
+  return agrees && report.unknown_rows == 0 ? 0 : 1;
+}
+
 /// Commands of DESIGN.md section 5 that come later.
 constexpr const char* kLater[] = {"grade"};
 
@@ -303,14 +328,19 @@ int parse_and_run(int argc, const char* const* argv) {
   run_command->callback([&] { result = run(run_arguments); });
 
   std::vector<std::string> show_runs;
-  bool show_csv = false, show_json = false;
+  bool show_csv = false, show_json = false, show_health = false;
   CLI::App* show_command = app.add_subcommand("show", "tables of finished and unfinished runs");
   show_command->add_option("runs", show_runs, "run folders or report.h5 files")->required();
   CLI::Option* csv_option =
       show_command->add_flag("--csv", show_csv, "a line for each state and position bin");
   show_command->add_flag("--json", show_json, "everything as JSON")->excludes(csv_option);
+  show_command->add_flag("--health", show_health, "also the state health of every layer");
   show_command->callback([&] {
-    result = show(show_runs, show_csv ? ShowAs::csv : show_json ? ShowAs::json : ShowAs::text);
+    result = show(show_runs,
+                  show_csv    ? ShowAs::csv
+                  : show_json ? ShowAs::json
+                              : ShowAs::text,
+                  show_health);
   });
 
   ReportOptions report_options;
@@ -467,6 +497,11 @@ int parse_and_run(int argc, const char* const* argv) {
     std::printf("%s", fold_stability_text(fold_options).c_str());
     result = 0;
   });
+  std::string grader_file;
+  CLI::App* check_grader_app =
+      check_command->add_subcommand("grader", "grading rules against stored cases");
+  check_grader_app->add_option("file", grader_file, "JSON lines of cases")->required();
+  check_grader_app->callback([&] { result = check_grader_command(grader_file); });
   std::string quant_file;
   CLI::App* check_quant_app = check_command->add_subcommand("quant", "codes of the number formats");
   check_quant_app->add_option("file", quant_file, "HDF5 file of vectors")->required();
