@@ -5,13 +5,14 @@ namespace replayeval {
 std::vector<Table> health_tables(const Report& report) {
   std::vector<Table> tables;
   for (const StateReport& state : report.states) {
+    const std::vector<LayerHealth> layers = state.health();
     Table table{"State health of " + state.info.name + " by layer, % of the encoded elements",
                 {"layer", "encoded", "non-finite", "saturated %", "clipped %", "vanished %",
                  "first non-finite state"},
                 {}};
     bool any = false;
-    for (size_t l = 0; l < state.health.size(); ++l) {
-      const LayerHealth& health = state.health[l];
+    for (size_t l = 0; l < layers.size(); ++l) {
+      const LayerHealth& health = layers[l];
       if (health.elements == 0 && health.non_finite == 0) continue;
       any = any || health.non_finite + health.saturated + health.clipped + health.vanished > 0;
       const auto share = [&health](uint64_t count) {

@@ -9,10 +9,12 @@ TEST_CASE("health by layer: shares, the first non-finite state, healthy states l
   report.layers = {{0, "mamba2", 4, {}}, {3, "mamba2", 4, {}}};
   StateReport healthy;
   healthy.info.name = "fp16";
-  healthy.health = {{1000, 0, 0, 0, 0, -1, -1}, {1000, 0, 0, 0, 0, -1, -1}};
+  healthy.documents.emplace_back();
+  healthy.documents[0].health = {{1000, 0, 0, 0, 0, -1, -1}, {1000, 0, 0, 0, 0, -1, -1}};
   StateReport ill;
   ill.info.name = "fp8_e4m3";
-  ill.health = {{1000, 0, 250, 0, 5, -1, -1}, {2000, 3, 0, 20, 0, 77, 2}};
+  ill.documents.emplace_back();
+  ill.documents[0].health = {{1000, 0, 250, 0, 5, -1, -1}, {2000, 3, 0, 20, 0, 77, 2}};
   report.states = {healthy, ill};
   const std::vector<Table> tables = health_tables(report);
   REQUIRE(tables.size() == 1);
