@@ -86,8 +86,14 @@ TEST_CASE("budgets around the length of a text") {
                          std::to_string(length) + " tokens")
                             .c_str()),
       std::invalid_argument);
-  // A number counts the documents that are long enough; the others are listed.
   source.ids.clear();
+  source.tokens = 1000;
+  CHECK_THROWS_WITH_AS(
+      load_documents(source, mini()),
+      doctest::Contains("none of the 2 documents is that long: the longest, a, has"),
+      std::invalid_argument);
+  source.tokens = length + 1;
+  // A number counts the documents that are long enough; the others are listed.
   source.documents = 2;
   const auto loaded = load_documents(source, mini());
   REQUIRE(loaded.documents.size() == 1);

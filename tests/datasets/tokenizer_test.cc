@@ -341,7 +341,7 @@ TEST_CASE("user-defined and unknown characters, spaces: small SentencePiece mode
                     {"bc", -1, 1},         // 8
                     {space + "a", -3, 1},  // 9
                     {"cc", -4, 4},         // 10: found in the text before anything merges
-                    {"ccb", -0.5, 1}},     // 11: out of reach, since 10 never merges
+                    {"ccb", -6, 1}},       // 11: out of reach, since 10 never merges
                    2,
                    true,
                    false,
@@ -385,7 +385,7 @@ TEST_CASE("user-defined and unknown characters, spaces: small SentencePiece mode
   CHECK(agrees(*tokenizer, "ab") == Ids{7});
   CHECK(agrees(*tokenizer, "xxab") == Ids{0, 7});
   CHECK(tokenizer->encode("acc") == Ids{4, 10});
-  CHECK(tokenizer->encode("accb") == Ids{4, 11});  // 0.1 - 6 against -0.5
+  CHECK(tokenizer->encode("accb") == Ids{4, 10, 5});  // 0.1 - 6 against -6
   CHECK(tokenizer->decode(Ids{9, 10}) == " acc");
 
   // An unused piece is never the answer.
