@@ -17,6 +17,8 @@
 #include "kernels/mamba2_timing.h"
 #include "models/state_store.h"
 #include "models/torch_dense.h"
+#include "quant/codec.h"
+#include "quant/format_file.h"
 #include "quant/random.h"
 
 namespace replayeval {
@@ -53,6 +55,27 @@ std::vector<float> random_values(size_t count, uint32_t seed) {
   return values;
 }
 
+/// A float of the table as a list of its values, which stochastic rounding and encoding treat as
+/// any code book.
+std::string value_list(const FloatFormat& number) {
+  std::vector<float> values;
+  for (uint32_t code = 0; code < (1u << (1 + number.exponent_bits + number.mantissa_bits));
+       ++code) {
+    const float value = decode_float(number, code);
+    if (std::isfinite(value)) values.push_back(value);
+  }
+  std::ranges::sort(values);
+  values.erase(std::unique(values.begin(), values.end()), values.end());
+  std::string text = "[";
+  char digits[40];
+  for (const float value : values) {
+    std::snprintf(digits, sizeof digits, "%s%.9g", text.size() > 1 ? ", " : "",
+                  static_cast<double>(value));
+    text += digits;
+  }
+  return text + "]";
+}
+
 void print_formats() {
   // One direction: bytes copied a second, 64 MiB, one thread.
   constexpr size_t kBytes = size_t{64} << 20;
@@ -70,9 +93,22 @@ void print_formats() {
   const size_t elements = static_cast<size_t>(shape.elements());
   const std::vector<float> states = random_values(elements * kHeads, 1);
   std::vector<float> decoded(elements);
-  for (const BuiltinFormat& builtin : builtin_formats()) {
-    const std::string name(builtin.name);
-    const auto format = find_format(name);
+  std::vector<std::pair<std::string, std::shared_ptr<const StateFormat>>> formats;
+  for (const BuiltinFormat& builtin : builtin_formats())
+    formats.emplace_back(builtin.name, find_format(builtin.name));
+  // The same values and scales as nvfp4 and fp8, as code books: what a format from a file costs
+  // beside a built-in one.
+  formats.emplace_back(
+      "nvfp4, 15 values",
+      parse_format("element: {values: " + value_list(find_format("nvfp4")->descriptor.number) +
+                       "}\nscale: {format: e4m3, block: 16}\nouter: {span: head}\n",
+                   "bench", "."));
+  formats.emplace_back(
+      "fp8, 253 values",
+      parse_format("element: {values: " + value_list(find_format("fp8")->descriptor.number) +
+                       "}\nouter: {span: row}\n",
+                   "bench", "."));
+  for (const auto& [name, format] : formats) {
     const size_t packed = packed_bytes(*format, shape);
     std::vector<std::byte> codes(packed * kHeads), memory(memory_bytes(*format, shape) + 1);
     EncodeHealth health;
