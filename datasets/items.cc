@@ -18,8 +18,7 @@ using Json = nlohmann::json;
 constexpr int kMostOptions = 10;  // letters A to J
 
 // Published sizes. The digest, where the text is fixed, is over the items that are counted: SHA-256
-// of the sorted lines
-// "<sha256 of question> <sha256 of solution>\n".
+// of the sorted lines "<sha256 of question> <sha256 of solution>\n".
 struct PublishedSet {
   Task task;
   const char* split;
