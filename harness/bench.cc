@@ -261,7 +261,7 @@ JobTimes time_job(const Model& model, const Document& document,
       }
       const Hidden hidden = model.forward({batch, std::vector<int>(rows.size(), count)}, states);
       MeasureTimes measured;
-      measure(model, hidden, static_cast<int>(rows.size()), count, targets, int64_t{64} << 20,
+      measure(model, hidden, static_cast<int>(rows.size()), count, targets, kLogitSliceBytes,
               &measured);
       times.head += measured.head;
       times.metrics += measured.metrics;

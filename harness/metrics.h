@@ -30,6 +30,9 @@ struct PositionFigures {
   void append(const PositionFigures& other);
 };
 
+/// Logits that `measure` holds at a time.
+constexpr int64_t kLogitSliceBytes = int64_t{64} << 20;
+
 /// Seconds of one call of `measure`.
 struct MeasureTimes {
   double head = 0;     // LM head
@@ -42,7 +45,7 @@ struct MeasureTimes {
 /// does not grow with context times vocabulary. Row 0 against itself gives 0 and 1.
 std::vector<PositionFigures> measure(const Model& model, const Hidden& hidden, int rows, int tokens,
                                      std::span<const int32_t> targets,
-                                     int64_t slice_bytes = int64_t{64} << 20,
+                                     int64_t slice_bytes = kLogitSliceBytes,
                                      MeasureTimes* times = nullptr);
 
 }  // namespace replayeval

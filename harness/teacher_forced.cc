@@ -49,7 +49,7 @@ int64_t available_memory() {
 
 std::string kind_of(const Mixer& mixer) {
   if (std::holds_alternative<Mamba2Spec>(mixer)) return "mamba2";
-  if (const auto* gdn = std::get_if<GdnSpec>(&mixer)) return gdn->key_dim > 0 ? "gdn" : "";
+  if (std::holds_alternative<GdnSpec>(mixer)) return "gdn";
   return {};
 }
 
@@ -560,7 +560,7 @@ MemoryPlan plan_memory(const Experiment& experiment, const ModelSpec& model,
   plan.chunk_per_row = int64_t{chunk_tokens(experiment)} * (widest + 4 * model.hidden) * 4;
   plan.available = available_memory();
   const int64_t row = plan.cache_per_row + plan.state_per_row + plan.chunk_per_row;
-  const int64_t logits = int64_t{64} << 20;
+  const int64_t logits = kLogitSliceBytes;
   const int64_t budget = plan.available * 9 / 10 - logits;
   plan.rows_per_wave =
       static_cast<int>(std::clamp<int64_t>(budget / std::max<int64_t>(row, 1), 0, states + 1));
