@@ -449,12 +449,11 @@ void checksum_placeholder(Hdf5Writer& writer) {
 
 namespace {
 
-/// Offset of the digits, npos unless the mark stands exactly once.
+/// Offset of the digits behind the first mark, npos when there is none. The attribute is written
+/// before any text of a run, which may hold the mark as well.
 size_t find_digits(std::string_view text) {
   size_t at = text.find(kChecksumMark);
-  if (at == std::string_view::npos || text.find(kChecksumMark, at + 1) != std::string_view::npos) {
-    return std::string_view::npos;
-  }
+  if (at == std::string_view::npos) return at;
   at += kChecksumMark.size();
   return at + kChecksumDigits <= text.size() ? at : std::string_view::npos;
 }
@@ -467,8 +466,9 @@ std::string_view view(std::span<const std::byte> bytes) {
 
 void seal_checksum(std::vector<std::byte>& bytes) {
   size_t at = find_digits(view(bytes));
-  if (at == std::string_view::npos)
-    throw std::logic_error("seal_checksum: the placeholder is not there exactly once");
+  if (at == std::string_view::npos ||
+      view(bytes).substr(at, kChecksumDigits) != std::string(kChecksumDigits, '0'))
+    throw std::logic_error("seal_checksum: the placeholder is not there, or not first");
   std::string digest = sha256_hex(view(bytes));
   std::memcpy(bytes.data() + at, digest.data(), kChecksumDigits);
 }

@@ -3,6 +3,7 @@
 // are stored (DESIGN.md section 6).
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -12,6 +13,19 @@ namespace replayeval {
 
 /// Value of `top1` where there is nothing to compare.
 constexpr uint8_t kNoTop1 = 255;
+
+/// A task whose items were asked. `sha256` is of `definition`, the resolved text of the task file:
+/// two runs answer the same task only when it is equal.
+struct TaskInfo {
+  std::string name;
+  int version = 0;
+  std::string sha256;
+  std::string definition;
+  bool private_data = false;     // no text of its items may appear on a page
+  bool chance_for_none = false;  // a second figure counts no answer as 1 / options
+
+  bool operator==(const TaskInfo&) const = default;
+};
 
 /// Where a result comes from. Paths are as the request spelled them; hashes are lower-case
 /// hexadecimal SHA-256; times are UTC, "2026-11-29T18:51:07Z".
@@ -30,17 +44,22 @@ struct RunInfo {
   int64_t vocabulary = 0;
   int64_t prompt_tokens = 0;  // positions before it are outside the comparison
   int threads = 0;
+  std::vector<TaskInfo> tasks;  // of graded answers; empty in a kl run
+  int repeats = 1;              // answers of a state to an item
   std::string created, finished;
 };
 
 /// `sha256` is of the document's bytes before tokenization; `stream` as stream_of(id); `tokens`
-/// counts bos.
+/// counts bos. A document made of a stored answer is called "task/item/repeat"; its first
+/// `prompt_tokens` tokens are the prompt, which is outside the comparison like
+/// RunInfo::prompt_tokens of every document.
 struct DocumentInfo {
   std::string id;
   std::string title;
   int64_t tokens = 0;
   std::string sha256;
   uint32_t stream = 0;
+  int64_t prompt_tokens = 0;
 };
 
 /// A layer with recurrent state. `mean_decay` [heads] is filled from what the spans measured
@@ -126,9 +145,14 @@ struct ItemInfo {
   std::vector<int32_t> option_order;
   std::string prompt_sha256;
   std::string grading;
+
+  bool operator==(const ItemInfo&) const = default;
 };
 
-/// One answer of one state.
+/// One answer of one state. `token_ids` are the generated tokens, as many as `tokens` (the end
+/// token among them when it was generated), or none when they are not known (answers from
+/// elsewhere). `margins` [tokens] is the largest minus the second largest logit where each token
+/// was chosen, in nats; none when not known.
 struct Answer {
   int32_t item = 0;    // index into Report::items
   int32_t repeat = 0;  // 0 .. repeats - 1
@@ -139,7 +163,28 @@ struct Answer {
   std::string rule;           // which extraction rule matched
   int stage = 0;              // of that rule
   bool correct = false;
-  double seconds = 0;
+  double seconds = 0;  // time spent; never compared
+  std::vector<int32_t> token_ids = {};
+  std::vector<float> margins = {};
+};
+
+/// Finished answers, any of the run's items, states and repeats.
+struct AnswerBatch {
+  struct Row {
+    int state = 0;  // index into RunPlan::states
+    Answer answer;  // its item is an index into RunPlan::items
+  };
+  std::vector<Row> rows;
+  double seconds = 0;  // time spent on all; never compared
+};
+
+/// One answer of a run.
+struct AnswerKey {
+  int state = 0;  // index into RunPlan::states
+  int item = 0;   // index into RunPlan::items
+  int repeat = 0;
+
+  auto operator<=>(const AnswerKey&) const = default;
 };
 
 /// One state over one document as it is reported: [0, length) are the positions measured without a

@@ -24,6 +24,7 @@
 #include <thread>
 
 #include "base/hash.h"
+#include "reports/answer_part.h"
 #include "reports/files.h"
 #include "reports/hdf5_image.h"
 #include "reports/schema.h"
@@ -65,19 +66,42 @@ Json to_json(const RunPlan& plan) {
                  {"vocabulary", run.vocabulary},
                  {"prompt_tokens", run.prompt_tokens},
                  {"threads", run.threads},
+                 {"repeats", run.repeats},
                  {"created", run.created},
                  {"finished", run.finished}};
   json["unit_tokens"] = plan.unit_tokens;
   json["settings"] = Json::array();
   for (const Setting& s : plan.settings)
     json["settings"].push_back({{"key", s.key}, {"value", s.value}});
+  json["tasks"] = Json::array();
+  for (const TaskInfo& t : run.tasks) {
+    json["tasks"].push_back({{"name", t.name},
+                             {"version", t.version},
+                             {"sha256", t.sha256},
+                             {"definition", t.definition},
+                             {"private", t.private_data},
+                             {"chance_for_none", t.chance_for_none}});
+  }
+  json["items"] = Json::array();
+  for (const ItemInfo& i : plan.items) {
+    json["items"].push_back({{"id", i.id},
+                             {"task", i.task},
+                             {"category", i.category},
+                             {"level", i.level},
+                             {"gold", i.gold},
+                             {"options", i.options},
+                             {"option_order", i.option_order},
+                             {"prompt_sha256", i.prompt_sha256},
+                             {"grading", i.grading}});
+  }
   json["documents"] = Json::array();
   for (const DocumentInfo& d : plan.documents) {
     json["documents"].push_back({{"id", d.id},
                                  {"title", d.title},
                                  {"tokens", d.tokens},
                                  {"sha256", d.sha256},
-                                 {"stream", d.stream}});
+                                 {"stream", d.stream},
+                                 {"prompt_tokens", d.prompt_tokens}});
   }
   json["layers"] = Json::array();
   for (const LayerInfo& l : plan.layers) {
@@ -131,8 +155,19 @@ RunPlan plan_from_json(const Json& json) {
   plan.unit_tokens = json.at("unit_tokens");
   for (const Json& s : json.at("settings")) plan.settings.push_back({s.at("key"), s.at("value")});
   for (const Json& d : json.at("documents")) {
-    plan.documents.push_back(
-        {d.at("id"), d.at("title"), d.at("tokens"), d.at("sha256"), d.at("stream")});
+    plan.documents.push_back({d.at("id"), d.at("title"), d.at("tokens"), d.at("sha256"),
+                              d.at("stream"), d.value("prompt_tokens", int64_t{0})});
+  }
+  // Folders written before there were answers have none of these.
+  run.repeats = r.value("repeats", 1);
+  for (const Json& t : json.value("tasks", Json::array())) {
+    run.tasks.push_back({t.at("name"), t.at("version"), t.at("sha256"), t.at("definition"),
+                         t.at("private"), t.at("chance_for_none")});
+  }
+  for (const Json& i : json.value("items", Json::array())) {
+    plan.items.push_back({i.at("id"), i.at("task"), i.at("category"), i.at("level"), i.at("gold"),
+                          i.at("options"), i.at("option_order").get<std::vector<int32_t>>(),
+                          i.at("prompt_sha256"), i.at("grading")});
   }
   for (const Json& l : json.at("layers"))
     plan.layers.push_back({l.at("index"), l.at("kind"), l.at("heads"), {}});
@@ -242,6 +277,8 @@ void check_equal(const fs::path& folder, const std::vector<Setting>& stored,
   }
 }
 
+std::string item_key(const ItemInfo& item) { return item.task + "/" + item.id; }
+
 /// Throws unless `asked` equals `stored` or is a growth of it.
 void check_growth(const fs::path& folder, const RunPlan& stored, const RunPlan& asked) {
   check_equal(folder, fixed_settings(stored), fixed_settings(asked));
@@ -266,7 +303,38 @@ void check_growth(const fs::path& folder, const RunPlan& stored, const RunPlan& 
       refuse(folder, "tokens of document " + document.id, std::to_string(document.tokens),
              std::to_string(same->tokens));
     }
+    if (same->prompt_tokens != document.prompt_tokens) {
+      refuse(folder, "prompt tokens of document " + document.id,
+             std::to_string(document.prompt_tokens), std::to_string(same->prompt_tokens));
+    }
   }
+  for (const TaskInfo& task : stored.run.tasks) {
+    auto same = std::find_if(asked.run.tasks.begin(), asked.run.tasks.end(),
+                             [&](const TaskInfo& other) { return other.name == task.name; });
+    if (same == asked.run.tasks.end()) refuse(folder, "tasks", task.name, "no such task");
+    auto identity = [](const TaskInfo& t) {
+      return "version " + std::to_string(t.version) + ", sha256 " + t.sha256.substr(0, 12);
+    };
+    if (same->version != task.version || same->sha256 != task.sha256)
+      refuse(folder, "definition of task " + task.name, identity(task), identity(*same));
+  }
+  std::map<std::string, const ItemInfo*> items;
+  for (const ItemInfo& item : asked.items) items[item_key(item)] = &item;
+  for (const ItemInfo& item : stored.items) {
+    const std::string key = item_key(item);
+    auto found = items.find(key);
+    if (found == items.end()) refuse(folder, "items", key, "no such item");
+    const ItemInfo& same = *found->second;
+    if (same.gold != item.gold) refuse(folder, "gold of item " + key, item.gold, same.gold);
+    if (same.prompt_sha256 != item.prompt_sha256)
+      refuse(folder, "prompt of item " + key, item.prompt_sha256, same.prompt_sha256);
+    if (same.grading != item.grading)
+      refuse(folder, "grading of item " + key, item.grading, same.grading);
+    if (!(same == item)) refuse(folder, "item " + key, "other options or category", "these");
+  }
+  if (asked.run.repeats < stored.run.repeats)
+    refuse(folder, "repeats", std::to_string(stored.run.repeats),
+           std::to_string(asked.run.repeats));
 }
 
 void check_plan(const RunPlan& plan) {
@@ -286,7 +354,17 @@ void check_plan(const RunPlan& plan) {
   for (const DocumentInfo& document : plan.documents) {
     if (!seen.insert(document.id).second) bad("document " + document.id + " is listed twice");
     if (document.tokens < 1) bad("document " + document.id + " has no tokens");
+    if (document.prompt_tokens < 0 || document.prompt_tokens >= document.tokens) {
+      bad("document " + document.id + " has " + std::to_string(document.prompt_tokens) +
+          " prompt tokens of " + std::to_string(document.tokens));
+    }
   }
+  seen.clear();
+  for (const ItemInfo& item : plan.items) {
+    if (!seen.insert(item_key(item)).second) bad("item " + item_key(item) + " is listed twice");
+  }
+  if (plan.run.repeats < 1)
+    bad("repeats is " + std::to_string(plan.run.repeats) + ", expected 1 or more");
 }
 
 // ---- parts ----
@@ -309,8 +387,9 @@ struct PartHead {
   std::string document;
   int64_t first = 0;
   int64_t count = 0;
-  int64_t document_tokens = 0;      // of the document when the part was written
-  std::vector<std::string> states;  // sha256, in the order of /states/NN
+  int64_t document_tokens = 0;           // of the document when the part was written
+  std::vector<std::string> states;       // sha256, in the order of /states/NN
+  std::vector<StoredAnswerKey> answers;  // of a batch of answers, which has nothing of the above
 };
 
 std::string state_group(size_t index) {
@@ -367,8 +446,26 @@ std::vector<std::byte> encode_part(const std::string& name, const RunPlan& plan,
   return bytes;
 }
 
+std::vector<std::byte> encode_part(const std::string& name, const RunPlan& plan, double seconds,
+                                   std::span<const StoredAnswerKey> keys,
+                                   std::span<const Answer> answers) {
+  Hdf5Writer file(name);
+  file.attribute<std::string>("/", "schema", kPartSchema);
+  checksum_placeholder(file);
+  file.attribute<std::string>("/", "settings_sha256", fingerprint(plan));
+  file.attribute<double>("/", "seconds", seconds);
+  write_answer_rows(file, keys, answers);
+  std::vector<std::byte> bytes = file.finish();
+  seal_checksum(bytes);
+  return bytes;
+}
+
 PartHead read_head(const Hdf5Reader& file) {
   PartHead head;
+  if (file.has("/answers")) {
+    head.answers = read_answer_keys(file);
+    return head;
+  }
   head.document = file.attribute<std::string>("/", "document");
   head.first = file.attribute<int64_t>("/", "first_position");
   head.count = file.attribute<int64_t>("/", "length");
@@ -489,6 +586,12 @@ struct PartFile {
   bool usable = false;
 };
 
+/// Where an answer is.
+struct AnswerSource {
+  std::string part;
+  size_t row = 0;
+};
+
 /// Where the figures of one state of one unit are.
 struct Source {
   std::string part;
@@ -566,8 +669,9 @@ struct RunFolder::State {
   std::map<std::string, PartFile> parts;  // by file name
   std::map<std::pair<int, int64_t>, std::map<int, Source>>
       units;  // (document, first) -> state -> source
+  std::map<AnswerKey, AnswerSource> answers;
   std::vector<std::string> notes;
-  std::map<std::string, int> document_index, state_index;
+  std::map<std::string, int> document_index, state_index, item_index;
 
   std::vector<std::shared_ptr<Claim::State>> claims;
   std::thread heart;
@@ -593,6 +697,9 @@ struct RunFolder::State {
       document_index[plan.documents[i].id] = static_cast<int>(i);
     for (size_t i = 0; i < plan.states.size(); ++i)
       state_index[plan.states[i].sha256] = static_cast<int>(i);
+    item_index.clear();
+    for (size_t i = 0; i < plan.items.size(); ++i)
+      item_index[item_key(plan.items[i])] = static_cast<int>(i);
   }
 
   int64_t unit_count(int document, int64_t first) const {
@@ -613,13 +720,13 @@ struct RunFolder::State {
     return bytes;
   }
 
-  /// Drops or keeps a broken part: a folder opened for writing forgets it, so that its positions
-  /// are computed again.
+  /// Drops or keeps a broken part: a folder opened for writing forgets it, so that what it
+  /// held is computed again.
   void broken(const std::string& name, const std::string& problem) {
     std::string note = (parts_folder() / name).string() + ": " + problem;
     if (writable) {
       ::unlink((parts_folder() / name).c_str());
-      note += "; removed, its positions are computed again";
+      note += "; removed, what it held is computed again";
     } else {
       note += "; left out";
     }
@@ -668,10 +775,28 @@ struct RunFolder::State {
     rebuild_units();
   }
 
+  /// Answers of states, items and repeats that are not in the plan stay where they are.
+  void index_answers(const std::string& name, const std::vector<StoredAnswerKey>& keys) {
+    for (size_t row = 0; row < keys.size(); ++row) {
+      const StoredAnswerKey& key = keys[row];
+      auto state = state_index.find(key.state_sha256);
+      auto item = item_index.find(key.task + "/" + key.item);
+      if (state == state_index.end() || item == item_index.end() || key.repeat < 0 ||
+          key.repeat >= plan.run.repeats)
+        continue;
+      answers.emplace(AnswerKey{state->second, item->second, key.repeat}, AnswerSource{name, row});
+    }
+  }
+
   void rebuild_units() {
     units.clear();
+    answers.clear();
     for (const auto& [name, part] : parts) {
       if (!part.usable) continue;
+      if (!part.head.answers.empty()) {
+        index_answers(name, part.head.answers);
+        continue;
+      }
       auto document = document_index.find(part.head.document);
       if (document == document_index.end()) continue;
       for (size_t i = 0; i < part.head.states.size(); ++i) {
@@ -692,7 +817,8 @@ struct RunFolder::State {
     }
     for (auto it = parts.begin(); it != parts.end();) {
       const bool known =
-          it->second.usable && document_index.contains(it->second.head.document) &&
+          it->second.usable && it->second.head.answers.empty() &&
+          document_index.contains(it->second.head.document) &&
           std::all_of(it->second.head.states.begin(), it->second.head.states.end(),
                       [&](const std::string& sha) { return state_index.contains(sha); });
       if (known && !used.contains(it->first)) {
@@ -767,14 +893,44 @@ struct RunFolder::State {
     return span;
   }
 
+  /// The stored answers of `keys`, opening each part once. Throws as load of spans.
+  std::map<AnswerKey, Answer> load(const std::vector<AnswerKey>& keys) const {
+    std::map<std::string, std::vector<AnswerKey>> by_part;
+    for (const AnswerKey& key : keys) by_part[answers.at(key).part].push_back(key);
+    std::map<AnswerKey, Answer> out;
+    for (const auto& [name, wanted] : by_part) {
+      std::string problem;
+      std::optional<std::vector<std::byte>> bytes = part_bytes(name, &problem);
+      if (!bytes)
+        throw std::runtime_error((parts_folder() / name).string() + ": " + problem +
+                                 "; run again with --resume");
+      const Hdf5Reader file((parts_folder() / name).string(), *bytes);
+      std::vector<Answer> stored = read_answer_columns(file, "/answers");
+      for (const AnswerKey& key : wanted) {
+        Answer& answer = stored.at(answers.at(key).row);
+        answer.item = key.item;
+        answer.repeat = key.repeat;
+        out.emplace(key, std::move(answer));
+      }
+    }
+    return out;
+  }
+
   void check(const KlSpan& span) const;
+  void check(const AnswerBatch& batch) const;
+  std::string answer_name(const AnswerKey& key) const {
+    return "state " + plan.states[static_cast<size_t>(key.state)].name + ", item " +
+           item_key(plan.items[static_cast<size_t>(key.item)]) + ", repeat " +
+           std::to_string(key.repeat);
+  }
   Report report() const;
   void keep_claims_alive();
 };
 
 SettingRule setting_rule(std::string_view key) {
-  static constexpr std::string_view kGrows[] = {"states",  "documents", "tokens",  "items",
-                                                "repeats", "seeds",     "formats", "sweep"};
+  static constexpr std::string_view kGrows[] = {"states",       "documents", "tokens",  "items",
+                                                "repeats",      "seeds",     "formats", "sweep",
+                                                "per_category", "ids"};
   static constexpr std::string_view kFree[] = {
       "threads", "out",   "progress",  "shard", "resume",      "include",
       "path",    "model", "tokenizer", "hub",   "dump_states", "snapshot_tokens"};
@@ -839,6 +995,9 @@ RunFolder RunFolder::open(const fs::path& path, const RunPlan& asked, OpenMode m
       text = to_json(state->plan).dump(1) + "\n";
       const bool grown = stored.states.size() != state->plan.states.size() ||
                          stored.documents.size() != state->plan.documents.size() ||
+                         stored.items.size() != state->plan.items.size() ||
+                         stored.run.repeats != state->plan.run.repeats ||
+                         stored.run.tasks.size() != state->plan.run.tasks.size() ||
                          !std::equal(stored.documents.begin(), stored.documents.end(),
                                      state->plan.documents.begin(),
                                      [](const DocumentInfo& a, const DocumentInfo& b) {
@@ -1002,7 +1161,7 @@ PutOutcome RunFolder::put(const KlSpan& span) {
   if (fresh.empty()) return PutOutcome::compared;
 
   std::string hashes;
-  PartHead head{document.id, span.first, span.count(), document.tokens, {}};
+  PartHead head{document.id, span.first, span.count(), document.tokens, {}, {}};
   for (const StateSpan* state : fresh) {
     head.states.push_back(s.plan.states[static_cast<size_t>(state->state)].sha256);
     hashes += head.states.back() + " ";
@@ -1017,6 +1176,97 @@ PutOutcome RunFolder::put(const KlSpan& span) {
     s.parts[name] = {*stamp, std::move(head), true};
   s.rebuild_units();
   return PutOutcome::written;
+}
+
+void RunFolder::State::check(const AnswerBatch& batch) const {
+  auto bad = [](const std::string& what) { throw std::invalid_argument("put: answers: " + what); };
+  if (batch.rows.empty()) bad("no answer");
+  std::set<AnswerKey> seen;
+  for (const AnswerBatch::Row& row : batch.rows) {
+    const Answer& answer = row.answer;
+    if (row.state < 0 || row.state >= static_cast<int>(plan.states.size()))
+      bad("state " + std::to_string(row.state) + " is not in the plan");
+    if (answer.item < 0 || answer.item >= static_cast<int>(plan.items.size()))
+      bad("item " + std::to_string(answer.item) + " is not in the plan");
+    const AnswerKey key{row.state, answer.item, answer.repeat};
+    const std::string name = answer_name(key);
+    if (answer.repeat < 0 || answer.repeat >= plan.run.repeats)
+      bad(name + ": expected a repeat below " + std::to_string(plan.run.repeats));
+    if (!seen.insert(key).second) bad(name + ": is given twice");
+    const auto ids = static_cast<int64_t>(answer.token_ids.size());
+    if (ids != 0 && ids != answer.tokens) {
+      bad(name + ": has " + std::to_string(ids) + " token ids, expected " +
+          std::to_string(answer.tokens));
+    }
+    if (!answer.margins.empty() && answer.margins.size() != answer.token_ids.size()) {
+      bad(name + ": has " + std::to_string(answer.margins.size()) + " margins, expected " +
+          std::to_string(ids));
+    }
+  }
+}
+
+PutOutcome RunFolder::put(const AnswerBatch& batch) {
+  std::lock_guard lock(state_->mutex);
+  State& s = *state_;
+  if (!s.writable) throw std::logic_error("put: the run folder was opened read-only");
+  s.check(batch);
+  s.scan();
+  std::vector<AnswerKey> known;
+  std::vector<StoredAnswerKey> keys;
+  std::vector<Answer> fresh;
+  std::string names;
+  for (const AnswerBatch::Row& row : batch.rows) {
+    const AnswerKey key{row.state, row.answer.item, row.answer.repeat};
+    if (s.answers.contains(key)) {
+      known.push_back(key);
+      continue;
+    }
+    const ItemInfo& item = s.plan.items[static_cast<size_t>(key.item)];
+    keys.push_back(
+        {s.plan.states[static_cast<size_t>(key.state)].sha256, item.task, item.id, key.repeat});
+    names += keys.back().state_sha256 + " " + s.answer_name(key) + "\n";
+    fresh.push_back(row.answer);
+  }
+  if (!known.empty()) {
+    const std::map<AnswerKey, Answer> stored = s.load(known);
+    for (const AnswerBatch::Row& row : batch.rows) {
+      const AnswerKey key{row.state, row.answer.item, row.answer.repeat};
+      auto old = stored.find(key);
+      if (old == stored.end()) continue;
+      const std::string what = answer_difference(old->second, row.answer);
+      if (what.empty()) continue;
+      throw std::runtime_error(s.path.string() + ": " + s.answer_name(key) +
+                               ": the stored answer was computed again and differs: " + what +
+                               "; the program, the machine or its settings have changed: use "
+                               "another --out");
+    }
+  }
+  if (fresh.empty()) return PutOutcome::compared;
+  const std::string name = "answers-" + sha256_hex(names).substr(0, 16) + ".h5";
+  const fs::path file = s.parts_folder() / name;
+  replace_file(file, encode_part(file.string(), s.plan, batch.seconds, keys, fresh));
+  if (std::optional<FileStamp> stamp = stamp_of(file)) {
+    PartHead head;
+    head.answers = std::move(keys);
+    s.index_answers(name, head.answers);
+    s.parts[name] = {*stamp, std::move(head), true};
+  }
+  return PutOutcome::written;
+}
+
+std::vector<AnswerKey> RunFolder::missing_answers() const {
+  std::lock_guard lock(state_->mutex);
+  const State& s = *state_;
+  std::vector<AnswerKey> missing;
+  for (int item = 0; item < static_cast<int>(s.plan.items.size()); ++item) {
+    for (int repeat = 0; repeat < s.plan.run.repeats; ++repeat) {
+      for (int state = 0; state < static_cast<int>(s.plan.states.size()); ++state) {
+        const AnswerKey key{state, item, repeat};
+        if (!s.answers.contains(key)) missing.push_back(key);
+      }
+    }
+  }
+  return missing;
 }
 
 // ---- claims of the folder ----
@@ -1160,14 +1410,16 @@ Report RunFolder::State::report() const {
   report.path = path.string();
   report.documents = plan.documents;
   report.layers = plan.layers;
+  report.items = plan.items;
   const size_t heads = static_cast<size_t>(head_count(plan));
   std::vector<double> decay_sum(plan.layers.size() * heads, 0);
   int64_t decay_positions = 0;
   for (const StateInfo& info : plan.states) {
     StateReport state{info, {}};
     state.documents.resize(plan.documents.size());
-    for (StateDocument& document : state.documents) {
-      document.first_position = plan.run.prompt_tokens;
+    for (size_t d = 0; d < plan.documents.size(); ++d) {
+      StateDocument& document = state.documents[d];
+      document.first_position = std::max(plan.run.prompt_tokens, plan.documents[d].prompt_tokens);
       document.health.resize(plan.layers.size());
     }
     report.states.push_back(std::move(state));
@@ -1212,6 +1464,10 @@ Report RunFolder::State::report() const {
       }
     }
   }
+  std::vector<AnswerKey> keys;
+  for (const auto& [key, source] : answers) keys.push_back(key);
+  for (auto& [key, answer] : load(keys))  // in order of state, item and repeat
+    report.states[static_cast<size_t>(key.state)].answers.push_back(std::move(answer));
   if (decay_positions > 0) {
     for (size_t l = 0; l < report.layers.size(); ++l) {
       LayerInfo& layer = report.layers[l];

@@ -4,7 +4,7 @@
 // claims.
 //
 //   run.json          what the run is: RunInfo, settings, documents, layers, states
-//   parts/*.h5        one KlSpan each, with a checksum over the whole file
+//   parts/*.h5        one KlSpan or AnswerBatch each, with a checksum over the whole file
 //   claims/*          who works on what; the modification time is the heartbeat
 //   snapshots/*       state saved inside a document, with a checksum
 //   report.h5         the assembled report
@@ -47,6 +47,7 @@ struct RunPlan {
   std::vector<LayerInfo> layers;
   std::vector<StateInfo> states;
   int64_t unit_tokens = 1024;
+  std::vector<ItemInfo> items;  // each answered RunInfo::repeats times by every state
 };
 
 /// A unit and those states (indices into RunPlan::states) it is about.
@@ -128,6 +129,12 @@ class RunFolder {
   /// differs from the stored one (document, state, position, both values) or when writing fails
   /// (disk full, read-only): what is stored stays as it was.
   PutOutcome put(const KlSpan& span);
+
+  /// Stores answers. Those that are stored already are compared bit by bit instead (all but the
+  /// seconds), and only what is new is written. Throws as put of a span.
+  PutOutcome put(const AnswerBatch& batch);
+  /// Answers of the plan that are not stored yet, in order of item, repeat and state.
+  std::vector<AnswerKey> missing_answers() const;
 
   /// Claims `name` (letters, digits, - _ . for anything else) for this process, none when another
   /// live process holds it. A claim whose process is dead (same host) or whose heartbeat is older

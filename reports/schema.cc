@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "reports/answer_part.h"
 #include "reports/files.h"
 #include "reports/hdf5_image.h"
 #include "reports/statistics.h"
@@ -183,21 +184,38 @@ void write_items(Hdf5Writer& file, const std::vector<ItemInfo>& items) {
   file.dataset<int32_t>("/items/option_order", {dim(items.size()), dim(columns)}, order);
 }
 
+void write_tasks(Hdf5Writer& file, const std::vector<TaskInfo>& tasks) {
+  if (tasks.empty()) return;
+  write_column<std::string>(file, "/tasks/name", tasks, [](auto& t) { return t.name; });
+  write_column<int32_t>(file, "/tasks/version", tasks, [](auto& t) { return t.version; });
+  write_column<std::string>(file, "/tasks/sha256", tasks, [](auto& t) { return t.sha256; });
+  write_column<std::string>(file, "/tasks/definition", tasks, [](auto& t) { return t.definition; });
+  write_column<uint8_t>(file, "/tasks/private", tasks,
+                        [](auto& t) { return t.private_data ? 1 : 0; });
+  write_column<uint8_t>(file, "/tasks/chance_for_none", tasks,
+                        [](auto& t) { return t.chance_for_none ? 1 : 0; });
+}
+
+std::vector<TaskInfo> read_tasks(const Hdf5Reader& file) {
+  std::vector<TaskInfo> tasks;
+  if (!file.has("/tasks")) return tasks;
+  const auto name = file.dataset<std::string>("/tasks/name");
+  const auto version = file.dataset<int32_t>("/tasks/version");
+  const auto sha256 = file.dataset<std::string>("/tasks/sha256");
+  const auto definition = file.dataset<std::string>("/tasks/definition");
+  const auto hidden = file.dataset<uint8_t>("/tasks/private");
+  const auto chance = file.dataset<uint8_t>("/tasks/chance_for_none");
+  for (size_t i = 0; i < name.size(); ++i)
+    tasks.push_back({name[i], version.at(i), sha256.at(i), definition.at(i), hidden.at(i) != 0,
+                     chance.at(i) != 0});
+  return tasks;
+}
+
 void write_answers(Hdf5Writer& file, const std::string& group, const std::vector<Answer>& answers) {
   if (answers.empty()) return;
   write_column<int32_t>(file, group + "/item", answers, [](auto& a) { return a.item; });
   write_column<int32_t>(file, group + "/repeat", answers, [](auto& a) { return a.repeat; });
-  write_column<std::string>(file, group + "/text", answers, [](auto& a) { return a.text; });
-  write_column<int64_t>(file, group + "/tokens", answers, [](auto& a) { return a.tokens; });
-  write_column<std::string>(file, group + "/finish_reason", answers,
-                            [](auto& a) { return a.finish_reason; });
-  write_column<std::string>(file, group + "/extracted", answers,
-                            [](auto& a) { return a.extracted; });
-  write_column<std::string>(file, group + "/rule", answers, [](auto& a) { return a.rule; });
-  write_column<int32_t>(file, group + "/stage", answers, [](auto& a) { return a.stage; });
-  write_column<uint8_t>(file, group + "/correct", answers,
-                        [](auto& a) { return a.correct ? 1 : 0; });
-  write_column<double>(file, group + "/seconds", answers, [](auto& a) { return a.seconds; });
+  write_answer_columns(file, group, answers);
 }
 
 std::vector<ItemInfo> read_items(const Hdf5Reader& file) {
@@ -224,22 +242,13 @@ std::vector<ItemInfo> read_items(const Hdf5Reader& file) {
 }
 
 std::vector<Answer> read_answers(const Hdf5Reader& file, const std::string& group) {
-  std::vector<Answer> answers;
-  if (!file.has(group)) return answers;
-  auto item = file.dataset<int32_t>(group + "/item");
-  auto repeat = file.dataset<int32_t>(group + "/repeat");
-  auto text = file.dataset<std::string>(group + "/text");
-  auto tokens = file.dataset<int64_t>(group + "/tokens");
-  auto finish = file.dataset<std::string>(group + "/finish_reason");
-  auto extracted = file.dataset<std::string>(group + "/extracted");
-  auto rule = file.dataset<std::string>(group + "/rule");
-  auto stage = file.dataset<int32_t>(group + "/stage");
-  auto correct = file.dataset<uint8_t>(group + "/correct");
-  auto seconds = file.dataset<double>(group + "/seconds");
-  for (size_t i = 0; i < item.size(); ++i) {
-    answers.push_back({item[i], repeat.at(i), text.at(i), tokens.at(i), finish.at(i),
-                       extracted.at(i), rule.at(i), stage.at(i), correct.at(i) != 0,
-                       seconds.at(i)});
+  std::vector<Answer> answers = read_answer_columns(file, group);
+  if (answers.empty()) return answers;
+  const auto item = file.dataset<int32_t>(group + "/item");
+  const auto repeat = file.dataset<int32_t>(group + "/repeat");
+  for (size_t i = 0; i < answers.size(); ++i) {
+    answers[i].item = item.at(i);
+    answers[i].repeat = repeat.at(i);
   }
   return answers;
 }
@@ -361,6 +370,8 @@ void write_report(const Report& report, const std::filesystem::path& path) {
   file.attribute<int64_t>("/", "vocabulary", report.run.vocabulary);
   file.attribute<int64_t>("/", "prompt_tokens", report.run.prompt_tokens);
   file.attribute<int64_t>("/", "threads", report.run.threads);
+  file.attribute<int64_t>("/", "repeats", report.run.repeats);
+  write_tasks(file, report.run.tasks);
 
   write_column<std::string>(file, "/documents/id", report.documents, [](auto& d) { return d.id; });
   write_column<std::string>(file, "/documents/title", report.documents,
@@ -371,6 +382,8 @@ void write_report(const Report& report, const std::filesystem::path& path) {
                             [](auto& d) { return d.sha256; });
   write_column<uint32_t>(file, "/documents/stream", report.documents,
                          [](auto& d) { return d.stream; });
+  write_column<int64_t>(file, "/documents/prompt_tokens", report.documents,
+                        [](auto& d) { return d.prompt_tokens; });
   int64_t columns = 0;
   for (const DocumentInfo& document : report.documents)
     columns = std::max(columns, document.tokens);
@@ -432,6 +445,9 @@ Report read_report(const std::filesystem::path& path) {
   report.run.vocabulary = file.attribute<int64_t>("/", "vocabulary");
   report.run.prompt_tokens = file.attribute<int64_t>("/", "prompt_tokens");
   report.run.threads = static_cast<int>(file.attribute<int64_t>("/", "threads"));
+  if (file.has_attribute("/", "repeats"))
+    report.run.repeats = static_cast<int>(file.attribute<int64_t>("/", "repeats"));
+  report.run.tasks = read_tasks(file);
 
   auto ids = file.dataset<std::string>("/documents/id");
   auto titles = file.dataset<std::string>("/documents/title");
@@ -439,8 +455,12 @@ Report read_report(const std::filesystem::path& path) {
   auto hashes = file.dataset<std::string>("/documents/sha256");
   auto streams = file.dataset<uint32_t>("/documents/stream");
   auto lengths = file.attribute_list<int64_t>("/documents/token_ids", "length");
+  std::vector<int64_t> prompts(ids.size(), 0);
+  if (file.has("/documents/prompt_tokens"))
+    prompts = file.dataset<int64_t>("/documents/prompt_tokens");
   for (size_t d = 0; d < ids.size(); ++d) {
-    report.documents.push_back({ids[d], titles.at(d), tokens.at(d), hashes.at(d), streams.at(d)});
+    report.documents.push_back(
+        {ids[d], titles.at(d), tokens.at(d), hashes.at(d), streams.at(d), prompts.at(d)});
     report.token_ids.push_back(file.row<int32_t>("/documents/token_ids", dim(d), lengths.at(d)));
   }
 
