@@ -93,6 +93,39 @@ void StateStore::reset(int r, const RowSpec& spec) {
   }
 }
 
+bool StateStore::same_prompt(int a, int b) const {
+  const Row& x = rows_[static_cast<size_t>(a)];
+  const Row& y = rows_[static_cast<size_t>(b)];
+  if (x.spec.prefill_chunk > 0 || y.spec.prefill_chunk > 0) return false;
+  for (size_t h = 0; h < static_cast<size_t>(shape_.heads); ++h) {
+    const HeadPlan& p = x.prompt_plans[x.plan_of_head[h]];
+    const HeadPlan& q = y.prompt_plans[y.plan_of_head[h]];
+    if (p.window != q.window || p.flush_output != q.flush_output || p.ring_u != q.ring_u ||
+        p.beta != q.beta || p.dot != q.dot) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void StateStore::copy_prompt(int from, int to) {
+  const Row& source = rows_[static_cast<size_t>(from)];
+  Row& target = rows_[static_cast<size_t>(to)];
+  for (size_t h = 0; h < static_cast<size_t>(shape_.heads); ++h) {
+    const uint8_t plan = source.plan_of_head[h];
+    const size_t bytes = packed_bytes(*source.prompt_plans[plan].recurrence.format, shape_.state);
+    std::memcpy(target.recurrence.data() + h * target.recurrence_stride,
+                source.recurrence.data() + h * source.recurrence_stride, bytes);
+    target.pending[target.plan_of_head[h]] = source.pending[plan];
+  }
+  target.health = source.health;
+  target.records = source.records;
+  target.channels = source.channels;
+  target.scalars = source.scalars;
+  target.corrections = source.corrections;
+  target.conv = source.conv;
+}
+
 StateRow StateStore::view(Row& row, int64_t position) const {
   StateRow view;
   view.position = position;
@@ -407,6 +440,38 @@ void StateSet::reset(int r, const RowSpec& spec) {
       if (!slot.caches.empty()) slot.caches[i].truncate(0);
     }
   }
+}
+
+bool StateSet::same_prompt(int a, int b) const {
+  const RowSpec& x = row(a);
+  const RowSpec& y = row(b);
+  if (x.precision.options.ring != y.precision.options.ring) return false;
+  const std::vector<const StateStore*> all = stores();
+  return std::all_of(all.begin(), all.end(),
+                     [&](const StateStore* store) { return store->same_prompt(a, b); });
+}
+
+void StateSet::copy_prompt(int from, int to) {
+  const size_t i = static_cast<size_t>(from), j = static_cast<size_t>(to);
+  const auto refuse = [&](const std::string& why) {
+    throw std::invalid_argument("copy of row " + std::to_string(from) + " to row " +
+                                std::to_string(to) + ": " + why);
+  };
+  if (uncommitted_[i] > 0) refuse("the source has uncommitted tokens");
+  if (positions_[j] != 0 || uncommitted_[j] > 0) refuse("expected an empty target; call reset");
+  if (positions_[i] >= row(from).prompt_tokens || positions_[i] >= row(to).prompt_tokens) {
+    refuse("position " + std::to_string(positions_[i]) + " is not inside both prompts (" +
+           std::to_string(row(from).prompt_tokens) + " and " +
+           std::to_string(row(to).prompt_tokens) + " tokens)");
+  }
+  if (!same_prompt(from, to)) refuse("the two states compute a prompt differently");
+  for (auto& block : slots_) {
+    for (Slot& slot : block) {
+      if (slot.store) slot.store->copy_prompt(from, to);
+      if (!slot.caches.empty()) slot.caches[j] = slot.caches[i].clone();
+    }
+  }
+  positions_[j] = positions_[i];
 }
 
 std::vector<StateStore*> StateSet::stores() {

@@ -97,6 +97,14 @@ class StateStore {
 
   void reset(int row, const RowSpec& spec);
 
+  /// True when rows a and b compute the same bits inside a prompt: the FP32 form of every head's
+  /// plan is the same in both (windows, types of products and records), and neither is encoded
+  /// between prompt chunks.
+  bool same_prompt(int a, int b) const;
+  /// Gives row `to` what row `from` holds inside its prompt: FP32 checkpoints, ring, convolution
+  /// inputs, counts. `to` keeps its own precision. StateSet::copy_prompt checks the conditions.
+  void copy_prompt(int from, int to);
+
   /// From now on the last `tokens` tokens' convolved channels and scalars of row 0 are kept after
   /// each call, oldest first.
   void set_trace(int tokens) { trace_tokens_ = tokens; }
@@ -162,6 +170,15 @@ class StateSet {
   void commit(std::span<const int> accepted);
   /// Empties row r for another document or item.
   void reset(int r, const RowSpec& spec);
+
+  /// True when a prompt computed in row a may be copied to row b: both store their prompt alike
+  /// (StateStore::same_prompt) and keep the same type of ring.
+  bool same_prompt(int a, int b) const;
+  /// Makes row `to`, at position 0, a copy of row `from` at its position: from here on both give
+  /// the bits that `to` would have computed itself with `dense: invariant`. Key-value pages are
+  /// copied. Throws std::invalid_argument unless both rows are inside their prompts with nothing
+  /// uncommitted, the position is below the end of `to`'s prompt, and same_prompt holds.
+  void copy_prompt(int from, int to);
 
   /// Recurrent layers in block order.
   std::vector<StateStore*> stores();
