@@ -1,87 +1,101 @@
-// Templates in a subset of Jinja 2.x: what chat templates of published models and the prompts of
+// Templates in a subset of Jinja 3: what chat templates of published models and the prompts of
 // tasks need.
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace replayeval {
 
-struct JinjaNode;
-struct JinjaObject;
+namespace jinja {
+struct Callable;
+struct Node;
+}  // namespace jinja
 
-/// A value of a template: undefined, none, a Boolean, an integer, a float, text, a list, a map that
-/// keeps its order, or something callable. Lists and maps are shared by reference, as in Python.
+/// A value of a template. Lists and maps are shared by reference and never change; a map keeps the
+/// order of its keys, which are texts.
 class JinjaValue {
  public:
-  enum class Kind { kUndefined, kNone, kBool, kInt, kFloat, kText, kList, kMap, kCallable };
+  struct Undefined {
+    std::string name;  // of what was not there
+  };
+  struct None {};
   using List = std::vector<JinjaValue>;
   using Map = std::vector<std::pair<std::string, JinjaValue>>;
 
-  JinjaValue() = default;
-  JinjaValue(bool value) : kind_(Kind::kBool), integer_(value) {}
-  JinjaValue(int value) : kind_(Kind::kInt), integer_(value) {}
-  JinjaValue(int64_t value) : kind_(Kind::kInt), integer_(value) {}
-  JinjaValue(double value) : kind_(Kind::kFloat), real_(value) {}
+  JinjaValue() : value_(Undefined{}) {}
+  JinjaValue(None) : value_(None{}) {}
+  JinjaValue(bool value) : value_(value) {}
+  JinjaValue(int value) : value_(int64_t{value}) {}
+  JinjaValue(int64_t value) : value_(value) {}
+  JinjaValue(double value) : value_(value) {}
   JinjaValue(const char* text) : JinjaValue(std::string(text)) {}
-  JinjaValue(std::string text);
-  JinjaValue(List list);
-  JinjaValue(Map map);
-  static JinjaValue none();
-  static JinjaValue callable(std::shared_ptr<JinjaObject> object);
+  JinjaValue(std::string text) : value_(std::make_shared<const std::string>(std::move(text))) {}
+  JinjaValue(List list) : value_(std::make_shared<const List>(std::move(list))) {}
+  JinjaValue(Map map) : value_(std::make_shared<const Map>(std::move(map))) {}
+  JinjaValue(std::shared_ptr<jinja::Callable> callable) : value_(std::move(callable)) {}
 
-  Kind kind() const { return kind_; }
-  bool is(Kind kind) const { return kind_ == kind; }
-  int64_t integer() const { return integer_; }
-  double real() const { return real_; }
-  const std::string& text() const { return *text_; }
-  List& list() const { return *list_; }
-  Map& map() const { return *map_; }
-  JinjaObject* object() const { return object_.get(); }
-  const JinjaValue* find(std::string_view key) const;  // of a map; null: not there
+  static JinjaValue undefined(std::string name);
+  static JinjaValue tuple(List list);
+
+  bool is_undefined() const { return std::holds_alternative<Undefined>(value_); }
+  bool is_none() const { return std::holds_alternative<None>(value_); }
+  const bool* boolean() const { return std::get_if<bool>(&value_); }
+  const int64_t* integer() const { return std::get_if<int64_t>(&value_); }
+  const double* real() const { return std::get_if<double>(&value_); }
+  const std::string* text() const;  // null: another kind; likewise below
+  const List* list() const;         // tuples too
+  const Map* map() const;
+  jinja::Callable* callable() const;
+  bool is_tuple() const { return tuple_; }
+  const std::string& undefined_name() const { return std::get<Undefined>(value_).name; }
+
+  /// The value of a map's key; null when there is none, or when this is no map.
+  const JinjaValue* find(std::string_view key) const;
 
  private:
-  Kind kind_ = Kind::kUndefined;
-  int64_t integer_ = 0;
-  double real_ = 0;
-  std::shared_ptr<const std::string> text_;
-  std::shared_ptr<List> list_;
-  std::shared_ptr<Map> map_;
-  std::shared_ptr<JinjaObject> object_;
+  std::variant<Undefined, None, bool, int64_t, double, std::shared_ptr<const std::string>,
+               std::shared_ptr<const List>, std::shared_ptr<const Map>,
+               std::shared_ptr<jinja::Callable>>
+      value_;
+  bool tuple_ = false;  // of a list: Python writes it with parentheses
 };
 
 /// White space around blocks, as Jinja's environment options of the same names. Transformers reads
-/// chat templates with the first two and without the third.
+/// chat templates with the defaults here.
 struct JinjaOptions {
-  bool trim_blocks = true;    // the newline behind a block tag is dropped
-  bool lstrip_blocks = true;  // blanks before a block tag at the start of a line are dropped
+  bool trim_blocks = true;    // the newline behind a block or comment is dropped
+  bool lstrip_blocks = true;  // blanks before a block or comment that begins a line are dropped
   bool keep_trailing_newline = false;  // otherwise one newline at the template's end is dropped
 };
 
 /// A compiled template; immutable, usable from several threads.
 ///
-/// Statements: if / elif / else, for (unpacking, filter `if`, else, break, continue, loop.*), set
-/// (variables, unpacking, namespace attributes, blocks), macro, call-free; generation (its body);
-/// comments; white-space control; raw. Expressions: literals, lists, tuples, maps, attributes,
-/// subscripts, slices, calls with keywords, filters, tests, arithmetic, ~, comparisons, in,
-/// and / or / not, x if c else y. Functions: range, namespace, dict, raise_exception, strftime_now.
+/// Statements: if / elif / else; for with unpacking, filter, else, break, continue and loop.*; set
+/// (names, unpacking, attributes of a namespace, blocks); macro; with; generation (its body); raw;
+/// comments; white-space control. Expressions: literals, lists, tuples, maps, attributes,
+/// subscripts, slices, calls with keywords, filters, tests, arithmetic, ~, comparisons, in, and,
+/// or, not, x if c else y. Functions: range, namespace, dict, raise_exception. As transformers does
+/// it, `tojson` escapes nothing for HTML. strftime_now is not defined, so that a prompt does not
+/// depend on the day.
 class JinjaTemplate {
  public:
   /// Throws std::invalid_argument, `name:line: message`, for text that does not parse and for
-  /// statements, filters, tests and functions that are not known.
+  /// statements, filters and tests that are not known.
   JinjaTemplate(std::string_view text, const std::string& name, const JinjaOptions& options = {});
 
   /// The text that the template makes of `variables`. Throws std::invalid_argument, `name:line:
-  /// message`, where the template raises, or an operation does not exist for its values.
+  /// message`, where the template raises an exception, an operation does not exist for its values,
+  /// and for what would never end.
   std::string render(const JinjaValue::Map& variables) const;
 
  private:
-  std::shared_ptr<const JinjaNode> root_;
+  std::shared_ptr<const jinja::Node> root_;
   std::string name_;
 };
 
