@@ -1,0 +1,439 @@
+// Generation on the mini models: stored greedy sequences, the same answers for any slots and
+// company, agreement with teacher forcing, prompts computed once, where answers end.
+#include "harness/generate.h"
+
+#include <doctest/doctest.h>
+
+#include <array>
+#include <bit>
+#include <cmath>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "base/hash.h"
+
+namespace replayeval {
+namespace {
+
+using Tokens = std::vector<int32_t>;
+
+struct Mini {
+  std::unique_ptr<Tokenizer> tokenizer;
+  std::unique_ptr<Model> model;
+  std::vector<Tokens> prompts;   // of greedy.json
+  std::vector<Tokens> expected;  // greedy FP32 answers of another program, end token included
+};
+
+const Mini& mini(const std::string& name) {
+  static std::map<std::string, Mini> all;
+  Mini& m = all[name];
+  if (m.model) return m;
+  const std::string folder = std::string(REPLAYEVAL_SOURCE_DIR) + "/models/" + name;
+  m.tokenizer = load_tokenizer(folder);
+  m.model = std::make_unique<Model>(
+      Checkpoint::open(folder),
+      ModelOptions{ComputeType::fp32, DenseMode::invariant, DtClamp::forward});
+  std::ifstream stream(std::string(REPLAYEVAL_SOURCE_DIR) + "/tests/cases/models-mini/greedy.json");
+  const nlohmann::json stored = nlohmann::json::parse(stream);
+  for (const auto& entry : stored.at(name)) {
+    m.prompts.push_back(entry.at("prompt").get<Tokens>());
+    m.expected.push_back(entry.at("tokens").get<Tokens>());
+  }
+  return m;
+}
+
+StatePrecision precision(const std::string& text) {
+  StateOptions defaults;
+  defaults.seed = 1;
+  return parse_state_precision(text, defaults);
+}
+
+struct Job {
+  std::vector<std::string> states = {"fp32"};
+  std::vector<std::shared_ptr<const Prompt>> prompts;
+  Sampling sampling;
+  std::shared_ptr<const StopRule> stop;
+  int64_t max_tokens = 640;
+  int repeats = 1;
+  GenerationOptions options;
+};
+
+uint32_t stream(size_t prompt, int repeat) {
+  return stream_of("math/" + std::to_string(prompt) + "/" + std::to_string(repeat));
+}
+
+/// Answers by [prompt][repeat][state].
+struct Answers {
+  std::map<std::array<int, 3>, GenerationResult> by_key;
+  GenerationCounts counts;
+  int classes = 0;
+};
+
+Answers generate(const Mini& m, Job job) {
+  std::vector<StatePrecision> states;
+  for (const std::string& name : job.states) states.push_back(precision(name));
+  job.options.seed = 1;
+  job.options.end_tokens = m.tokenizer->eos_ids();
+  Generator generator(*m.model, *m.tokenizer, states, precision("fp32"), job.options);
+  const int64_t total =
+      static_cast<int64_t>(job.prompts.size()) * job.repeats * static_cast<int64_t>(states.size());
+  int64_t next = 0;
+  Answers answers;
+  const auto key = [&](int64_t tag) {
+    const int64_t s = static_cast<int64_t>(states.size());
+    return std::array<int, 3>{static_cast<int>(tag / s / job.repeats),
+                              static_cast<int>(tag / s % job.repeats), static_cast<int>(tag % s)};
+  };
+  const bool complete = generator.run(
+      [&]() -> std::optional<GenerationRequest> {
+        if (next == total) return std::nullopt;
+        const auto [prompt, repeat, state] = key(next);
+        GenerationRequest request;
+        request.tag = next++;
+        request.state = state;
+        request.prompt = job.prompts[static_cast<size_t>(prompt)];
+        request.stream = stream(static_cast<size_t>(prompt), repeat);
+        request.sampling = job.sampling;
+        request.stop = job.stop;
+        request.max_tokens = job.max_tokens;
+        return request;
+      },
+      [&](GenerationResult&& result) {
+        CHECK(answers.by_key.count(key(result.tag)) == 0);
+        answers.by_key[key(result.tag)] = std::move(result);
+      });
+  CHECK(complete);
+  CHECK(answers.by_key.size() == static_cast<size_t>(total));
+  answers.counts = generator.counts();
+  answers.classes = generator.prompt_classes();
+  return answers;
+}
+
+std::shared_ptr<const Prompt> prompt_of(const Tokens& tokens, const std::string& group = {},
+                                        int64_t shared = 0) {
+  return std::make_shared<const Prompt>(Prompt{tokens, group, shared, false});
+}
+
+std::vector<std::shared_ptr<const Prompt>> short_prompts(const Mini& m, size_t count) {
+  std::vector<std::shared_ptr<const Prompt>> prompts;
+  for (size_t i = 12; i < 12 + count; ++i) prompts.push_back(prompt_of(m.prompts[i]));
+  return prompts;
+}
+
+std::string difference(const GenerationResult& got, const GenerationResult& expected) {
+  for (size_t i = 0; i < std::min(got.tokens.size(), expected.tokens.size()); ++i) {
+    if (got.tokens[i] != expected.tokens[i]) {
+      return "token " + std::to_string(i) + ": got " + std::to_string(got.tokens[i]) +
+             ", expected " + std::to_string(expected.tokens[i]);
+    }
+    if (std::bit_cast<uint32_t>(got.margins[i]) != std::bit_cast<uint32_t>(expected.margins[i])) {
+      return "margin " + std::to_string(i) + ": got " + std::to_string(got.margins[i]) +
+             ", expected " + std::to_string(expected.margins[i]);
+    }
+  }
+  if (got.tokens.size() != expected.tokens.size()) {
+    return std::to_string(got.tokens.size()) + " tokens, expected " +
+           std::to_string(expected.tokens.size());
+  }
+  if (got.text != expected.text) return "text: '" + got.text + "', expected '" + expected.text;
+  if (got.finish != expected.finish) return "finish reason";
+  return {};
+}
+
+void check_same(const Answers& got, const Answers& expected) {
+  REQUIRE(got.by_key.size() == expected.by_key.size());
+  for (const auto& [key, answer] : expected.by_key) {
+    CAPTURE(key[0]);
+    CAPTURE(key[1]);
+    CAPTURE(key[2]);
+    CHECK(difference(got.by_key.at(key), answer) == "");
+  }
+}
+
+/// Logits of positions first .. tokens - 1 of one sequence in one call.
+std::vector<float> teacher_forced(const Mini& m, const std::string& state, uint32_t stream_number,
+                                  const Tokens& tokens, int64_t prompt, int64_t prefill_chunk,
+                                  int64_t first) {
+  StateSet states(m.model->spec(), ComputeType::fp32,
+                  {{precision(state), stream_number, prompt, prefill_chunk}}, precision("fp32"),
+                  KernelForm::fast);
+  const std::vector<int> lengths = {static_cast<int>(tokens.size())};
+  const Hidden hidden = m.model->forward({tokens, lengths}, states);
+  const int64_t count = static_cast<int64_t>(tokens.size()) - first;
+  std::vector<float> logits(static_cast<size_t>(count * m.model->spec().vocabulary));
+  m.model->lm_head(hidden, first, count, logits.data());
+  return logits;
+}
+
+void check_teacher_forcing(const Mini& m, const Job& job, const Answers& answers) {
+  const size_t vocabulary = static_cast<size_t>(m.model->spec().vocabulary);
+  for (const auto& [key, answer] : answers.by_key) {
+    CAPTURE(job.states[static_cast<size_t>(key[2])]);
+    CAPTURE(key[0]);
+    CAPTURE(key[1]);
+    Tokens tokens = job.prompts[static_cast<size_t>(key[0])]->tokens;
+    const int64_t prompt = static_cast<int64_t>(tokens.size());
+    tokens.insert(tokens.end(), answer.tokens.begin(), answer.tokens.end() - 1);
+    const uint32_t number = stream(static_cast<size_t>(key[0]), key[1]);
+    const std::vector<float> logits = teacher_forced(
+        m, job.states[static_cast<size_t>(key[2])], number, tokens,
+        job.options.decode_prompt ? 0 : prompt, job.options.prefill_chunk, prompt - 1);
+    size_t equal = 0;
+    for (size_t i = 0; i < answer.tokens.size(); ++i) {
+      const Choice choice = choose_token({logits.data() + i * vocabulary, vocabulary}, job.sampling,
+                                         {1, number, prompt + static_cast<int64_t>(i)});
+      equal += choice.token == answer.tokens[i] &&
+               std::bit_cast<uint32_t>(choice.margin) == std::bit_cast<uint32_t>(answer.margins[i]);
+    }
+    CHECK(equal == answer.tokens.size());
+  }
+}
+
+const std::vector<std::string> kStates = {"fp32", "fp16+sr", "fp16+sr/nvfp4", "nvfp4+sr",
+                                          "nvfp4+sr@L=1"};
+
+TEST_CASE("greedy FP32 answers are the stored ones of an independent program") {
+  for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+    CAPTURE(name);
+    const Mini& m = mini(name);
+    REQUIRE(m.prompts.size() == 20);
+    Job job;
+    for (const Tokens& tokens : m.prompts) job.prompts.push_back(prompt_of(tokens));
+    job.options.slots = 20;
+    const Answers answers = generate(m, job);
+    for (int i = 0; i < 20; ++i) {
+      CAPTURE(i);
+      const GenerationResult& answer = answers.by_key.at({i, 0, 0});
+      const Tokens& expected = m.expected[static_cast<size_t>(i)];
+      CHECK(answer.tokens == expected);
+      CHECK(answer.finish == FinishReason::stop);
+      CHECK(answer.text ==
+            m.tokenizer->decode({expected.data(), expected.size() - 1}));  // without the end token
+    }
+  }
+}
+
+TEST_CASE("slots 1, 7 and 64 give the same answers, and teacher forcing agrees with them") {
+  for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+    CAPTURE(name);
+    const Mini& m = mini(name);
+    Job job;
+    job.states = kStates;
+    job.prompts = short_prompts(m, 3);
+    job.max_tokens = 45;
+    job.options.slots = 7;
+    const Answers expected = generate(m, job);
+    CHECK(expected.counts.most_rows == 7);
+    CHECK(expected.classes == 2);  // L = 16, and L = 1
+    check_teacher_forcing(m, job, expected);
+    job.options.slots = 64;
+    const Answers wide = generate(m, job);
+    CHECK(wide.counts.most_rows == 15);
+    check_same(wide, expected);
+    job.options.slots = 1;
+    job.options.chunk_tokens = 19;
+    check_same(generate(m, job), expected);
+  }
+}
+
+TEST_CASE("sampled answers draw with (seed, item and repeat, position) in every state") {
+  const Mini& m = mini("mini-gdn");
+  Job job;
+  job.states = {"fp32", "nvfp4+sr", "nvfp4+sr@L=1"};
+  job.prompts = short_prompts(m, 2);
+  job.sampling = {1.3, 30, 0.95};
+  job.repeats = 2;
+  job.max_tokens = 30;
+  job.options.slots = 5;
+  const Answers answers = generate(m, job);
+  check_teacher_forcing(m, job, answers);
+  CHECK(answers.by_key.at({0, 0, 0}).tokens != answers.by_key.at({0, 1, 0}).tokens);
+}
+
+TEST_CASE("the prompt may run in the state's own precision") {
+  const Mini& m = mini("mini-gdn");
+  Job job;
+  job.states = {"nvfp4+sr", "nvfp4+sr@L=1"};
+  job.prompts = short_prompts(m, 2);
+  job.max_tokens = 12;
+  job.options.slots = 3;
+  const Answers handed_over = generate(m, job);
+  job.options.decode_prompt = true;
+  const Answers decoded = generate(m, job);
+  check_teacher_forcing(m, job, decoded);
+  CHECK(decoded.counts.copied == 0);
+  CHECK(difference(decoded.by_key.at({0, 0, 1}), handed_over.by_key.at({0, 0, 1})) != "");
+  job.options.decode_prompt = false;
+  job.options.prefill_chunk = 40;
+  const Answers chunked = generate(m, job);
+  check_teacher_forcing(m, job, chunked);
+  CHECK(difference(chunked.by_key.at({0, 0, 1}), handed_over.by_key.at({0, 0, 1})) != "");
+}
+
+TEST_CASE("prompts are computed once for all states, and what they share once for all items") {
+  const Mini& m = mini("mini-mamba2");
+  Job job;
+  job.states = {"fp32", "nvfp4+sr", "fp16+sr/nvfp4", "fp32@L=1"};
+  job.max_tokens = 3;
+  job.options.slots = 6;
+  // One question behind a long text in five variants, the last of which ends with the text.
+  Tokens shots = m.prompts[0];
+  std::vector<Tokens> prompts;
+  for (int i = 0; i < 4; ++i) {
+    prompts.push_back(shots);
+    prompts.back().insert(prompts.back().end(), m.prompts[12].begin() + 1 + i, m.prompts[12].end());
+  }
+  prompts.push_back(shots);
+  int64_t tokens = 0;
+  for (const Tokens& prompt : prompts) {
+    job.prompts.push_back(prompt_of(prompt));
+    tokens += static_cast<int64_t>(prompt.size());
+  }
+  const Answers alone = generate(m, job);
+  // Two classes compute all tokens but the last of each prompt; every answer that one itself.
+  CHECK(alone.counts.prefilled == 2 * (tokens - 5) + 5 * 4);
+  CHECK(alone.counts.copied == 4 * (tokens - 5));
+  CHECK(alone.counts.generated == 5 * 4 * 3);
+
+  job.prompts.clear();
+  const int64_t common = static_cast<int64_t>(shots.size());
+  for (const Tokens& prompt : prompts) job.prompts.push_back(prompt_of(prompt, "shots", common));
+  const Answers shared = generate(m, job);
+  check_same(shared, alone);
+  // The last prompt has only common - 1 tokens to share: the common part is computed again.
+  CHECK(shared.counts.prefilled ==
+        2 * (common + (tokens - 5 - 4 * common - (common - 1)) + (common - 1)) + 5 * 4);
+}
+
+TEST_CASE("answers under way stay within the cache limit") {
+  const Mini& m = mini("mini-mamba2");
+  Job job;
+  job.states = {"fp32", "nvfp4+sr", "fp32@L=1"};
+  job.prompts = short_prompts(m, 3);
+  job.max_tokens = 30;
+  job.options.slots = 9;
+  const Answers free = generate(m, job);
+  CHECK(free.counts.most_rows == 9);
+  // A prompt of up to 105 tokens and its answer need 3 pages of 64 positions, a shared prompt 2; a
+  // page of each of the two attention layers holds 2 heads of 64 keys and values in FP32.
+  const int64_t page = 2 * 64 * 2 * 2 * 64 * 4;
+  job.options.cache_bytes = 10 * page;
+  const Answers tight = generate(m, job);
+  CHECK(tight.counts.most_rows == 2);  // 2 + 2 pages of shared prompts, 3 + 3 of answers
+  check_same(tight, free);
+  job.options.cache_bytes = 5 * page;
+  check_same(generate(m, job), free);
+  job.options.cache_bytes = 4 * page;
+  CHECK_THROWS_AS(generate(m, job), std::runtime_error);
+}
+
+TEST_CASE("an answer ends at the end token, a stop text or the limit") {
+  const Mini& m = mini("mini-gdn");
+  Job job;
+  job.prompts = {prompt_of(m.prompts[12])};
+  const GenerationResult whole = generate(m, job).by_key.at({0, 0, 0});
+  CHECK(whole.finish == FinishReason::stop);
+  CHECK(whole.tokens.back() == 2);
+  REQUIRE(whole.text.size() > 60);
+
+  // A stop text that begins and ends inside tokens.
+  const size_t at = 31;
+  auto stop = std::make_shared<StopRule>();
+  stop->stop = {"never seen", whole.text.substr(at, 9)};
+  job.stop = stop;
+  const GenerationResult cut = generate(m, job).by_key.at({0, 0, 0});
+  CHECK(cut.finish == FinishReason::stop);
+  CHECK(cut.text == whole.text.substr(0, whole.text.find(stop->stop[1])));
+  CHECK(cut.tokens.size() < whole.tokens.size());
+  CHECK(m.tokenizer->decode(cut.tokens).find(stop->stop[1]) != std::string::npos);
+
+  // One that never comes.
+  auto never = std::make_shared<StopRule>();
+  never->stop = {"\n\nProblem:"};
+  job.stop = never;
+  CHECK(difference(generate(m, job).by_key.at({0, 0, 0}), whole) == "");
+  job.max_tokens = 17;
+  const GenerationResult limited = generate(m, job).by_key.at({0, 0, 0});
+  CHECK(limited.finish == FinishReason::length);
+  CHECK(limited.tokens == Tokens(whole.tokens.begin(), whole.tokens.begin() + 17));
+  CHECK(whole.text.starts_with(limited.text));
+}
+
+TEST_CASE("stop texts across tokens, inside characters and in thinking sections") {
+  const Mini& m = mini("mini-mamba2");
+  struct Outcome {
+    std::string text;
+    bool ended = false;
+    size_t tokens = 0;
+  };
+  const auto read = [&](const std::string& text, const StopRule& rule, bool opened = false) {
+    AnswerText answer(*m.tokenizer, rule, opened);
+    Outcome outcome;
+    for (int32_t token : m.tokenizer->encode(text)) {
+      ++outcome.tokens;
+      if (answer.push(token)) {
+        outcome.ended = true;
+        break;
+      }
+    }
+    if (!outcome.ended) outcome.ended = answer.finish();
+    outcome.text = answer.text();
+    return outcome;
+  };
+  CHECK(read("one two three", {}).text == "one two three");
+  CHECK(read("one two three", {{"o t"}, ""}).text == "one tw");
+  CHECK(read("one two three", {{"three", "two"}, ""}).text == "one ");
+  CHECK(read("one two three", {{"three!", "hree"}, ""}).text == "one two t");
+  CHECK_FALSE(read("one two three", {{"three!"}, ""}).ended);
+  CHECK(read("aaab", {{"aab"}, ""}).text == "a");
+  CHECK(read("snow \xE2\x98\x83 man", {{"\xE2\x98\x83"}, ""}).text == "snow ");
+  // Nothing after the stop text was read.
+  CHECK(read("stop. A longer rest of the text", {{"."}, ""}).tokens <
+        m.tokenizer->encode("stop. A longer rest of the text").size());
+
+  const StopRule thinking{{"\n\n"}, "</think>"};
+  CHECK(read("a\n\nb</think>c\n\nd", thinking, true).text == "a\n\nb</think>c");
+  CHECK(read("<think>a\n\nb</think>c\n\nd", thinking).text == "<think>a\n\nb</think>c");
+  CHECK(read("\n<think>\n\nb</think>c\n\nd", thinking).text == "\n<think>\n\nb</think>c");
+  CHECK(read("a\n\nb</think>c\n\nd", thinking).text == "a");
+  CHECK(read("a</think>\n\nb", thinking, true).text == "a</think>");
+  CHECK_FALSE(read("<think>a\n\nb", thinking).ended);
+  CHECK_FALSE(read("<thi", thinking).ended);
+  CHECK(read("<thi\n\n", thinking).text == "<thi");
+  CHECK(opens_thinking("Question?\n<think>\n", "</think>"));
+  CHECK_FALSE(opens_thinking("Question?\n<think>\n</think>\n", "</think>"));
+  CHECK_FALSE(opens_thinking("Question?", ""));
+  CHECK_THROWS_AS(read("a", {{""}, ""}), std::invalid_argument);
+}
+
+TEST_CASE("a run that is told to stop stops, and wrong requests are refused") {
+  const Mini& m = mini("mini-mamba2");
+  GenerationOptions options;
+  options.slots = 2;
+  Generator generator(*m.model, *m.tokenizer, {precision("fp32")}, precision("fp32"), options);
+  int given = 0, taken = 0;
+  GenerationRequest request;
+  request.prompt = prompt_of(m.prompts[12]);
+  request.max_tokens = 5;
+  const auto supply = [&]() -> std::optional<GenerationRequest> {
+    if (given == 6) return std::nullopt;
+    ++given;
+    return request;
+  };
+  const auto sink = [&](GenerationResult&&) { ++taken; };
+  CHECK_FALSE(generator.run(supply, sink, [&](const GenerationCounts&) { return taken < 2; }));
+  CHECK(taken == 2);
+  CHECK(generator.run(supply, sink));  // and goes on with what is left
+  CHECK(given == 6);
+  request.max_tokens = 0;
+  given = 0;
+  CHECK_THROWS_AS(generator.run(supply, sink), std::invalid_argument);
+  options.slots = 0;
+  CHECK_THROWS_AS(
+      Generator(*m.model, *m.tokenizer, {precision("fp32")}, precision("fp32"), options),
+      std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace replayeval
