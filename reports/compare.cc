@@ -65,14 +65,6 @@ std::string documents_text(const Report& report) {
 
 std::string item_key(const ItemInfo& item) { return item.task + "/" + item.id; }
 
-std::string items_text(const Report& report, const std::string ItemInfo::*member) {
-  std::map<std::string, std::string> sorted;
-  for (const ItemInfo& item : report.items) sorted[item_key(item)] = item.*member;
-  std::string text;
-  for (const auto& [key, value] : sorted) text += key + "=" + value + " ";
-  return text;
-}
-
 /// The first item whose `member` differs, as "key: value" on both sides, so that a message stays
 /// short.
 void check_items(const FieldCheck& check, const std::string& field, const Report& base,
@@ -92,6 +84,21 @@ void check_items(const FieldCheck& check, const std::string& field, const Report
   if (count == 0) return;
   const std::string more = count > 1 ? " (and " + std::to_string(count - 1) + " more)" : "";
   check.equal(field, first_base + more, first_candidate + more);
+}
+
+/// Tasks of the same name are the same task, in the same version.
+void check_tasks(const FieldCheck& check, const Report& base, const Report& candidate) {
+  for (const TaskInfo& a : base.run.tasks) {
+    for (const TaskInfo& b : candidate.run.tasks) {
+      auto identity = [](const TaskInfo& task) {
+        return task.name + " version " + std::to_string(task.version) + " (sha256 " +
+               task.sha256.substr(0, 12) + ")";
+      };
+      if (a.name == b.name) check.equal("tasks", identity(a), identity(b));
+    }
+  }
+  if (!base.run.tasks.empty() || !candidate.run.tasks.empty())
+    check.equal("repeats", std::to_string(base.run.repeats), std::to_string(candidate.run.repeats));
 }
 
 // ---- pairs ----
@@ -768,9 +775,13 @@ Comparison compare(const Report& base, const Report& candidate, const CompareOpt
   check.equal("model", base.run.model_sha256, candidate.run.model_sha256);
   check.equal("tokenizer", base.run.tokenizer_sha256, candidate.run.tokenizer_sha256);
   check.equal("data", documents_text(base), documents_text(candidate));
-  check.equal("baseline", base.run.baseline, candidate.run.baseline);
+  // Answers alone are compared state by state; which of them is the baseline plays no part.
+  if (!base.documents.empty() || !candidate.documents.empty())
+    check.equal("baseline", base.run.baseline, candidate.run.baseline);
   check.equal("prompt_tokens", std::to_string(base.run.prompt_tokens),
               std::to_string(candidate.run.prompt_tokens));
+  check_tasks(check, base, candidate);
+  check_items(check, "gold", base, candidate, &ItemInfo::gold);
   check_items(check, "prompts", base, candidate, &ItemInfo::prompt_sha256);
   check_items(check, "grading", base, candidate, &ItemInfo::grading);
   for (const StateReport& state : candidate.states) {
@@ -848,15 +859,42 @@ std::string comparison_junit(const Comparison& comparison) {
          "  </testsuite>\n</testsuites>\n";
 }
 
+namespace {
+
+/// Calls `equal(field, a, b)` for what must agree between the items and tasks of two runs.
+template <class Equal>
+void merge_items(const Report& a, const Report& b, Equal equal) {
+  for (const TaskInfo& task : a.run.tasks) {
+    for (const TaskInfo& other : b.run.tasks) {
+      if (other.name == task.name)
+        equal("definition of task " + task.name, task.sha256, other.sha256);
+    }
+  }
+  equal("repeats", std::to_string(a.run.repeats), std::to_string(b.run.repeats));
+  equal("number of items", std::to_string(a.items.size()), std::to_string(b.items.size()));
+  for (size_t i = 0; i < a.items.size(); ++i) {
+    const std::string place = " of item number " + std::to_string(i);
+    equal("name" + place, item_key(a.items[i]), item_key(b.items[i]));
+    equal("prompt" + place, a.items[i].prompt_sha256, b.items[i].prompt_sha256);
+    equal("gold" + place, a.items[i].gold, b.items[i].gold);
+    equal("grading" + place, a.items[i].grading, b.items[i].grading);
+  }
+}
+
+}  // namespace
+
 Report merge_reports(const std::vector<Report>& reports) {
   if (reports.empty()) throw std::invalid_argument("show: no run");
   Report out = reports.front();
   for (size_t i = 1; i < reports.size(); ++i) {
     const Report& next = reports[i];
     auto refuse = [&](const std::string& field, const std::string& a, const std::string& b) {
+      auto shown = [](const std::string& value) {
+        return value.size() > 160 ? value.substr(0, 160) + "..." : value;
+      };
       throw std::invalid_argument("show: " + out.path + " and " + next.path +
-                                  " cannot be shown in one table: " + field + " differs: '" + a +
-                                  "' and '" + b + "'");
+                                  " cannot be shown in one table: " + field + " differs: '" +
+                                  shown(a) + "' and '" + shown(b) + "'");
     };
     auto equal = [&](const std::string& field, const std::string& a, const std::string& b) {
       if (a != b) refuse(field, a, b);
@@ -865,8 +903,7 @@ Report merge_reports(const std::vector<Report>& reports) {
     equal("model", out.run.model_sha256, next.run.model_sha256);
     equal("tokenizer", out.run.tokenizer_sha256, next.run.tokenizer_sha256);
     equal("documents", documents_text(out), documents_text(next));
-    equal("items", items_text(out, &ItemInfo::prompt_sha256),
-          items_text(next, &ItemInfo::prompt_sha256));
+    merge_items(out, next, equal);
     equal("baseline", out.run.baseline, next.run.baseline);
     const int a = out.baseline(), b = next.baseline();
     if (a < 0 || b < 0) refuse("baseline", a < 0 ? "none" : "there", b < 0 ? "none" : "there");
@@ -883,6 +920,19 @@ Report merge_reports(const std::vector<Report>& reports) {
                  format("%.9g", static_cast<double>(y.nll[t])));
         }
       }
+    }
+    const std::vector<Answer>& answers = out.states[static_cast<size_t>(a)].answers;
+    const std::vector<Answer>& others = next.states[static_cast<size_t>(b)].answers;
+    equal("number of answers of " + out.run.baseline, std::to_string(answers.size()),
+          std::to_string(others.size()));
+    for (size_t k = 0; k < answers.size(); ++k) {
+      const std::string answer = out.run.baseline + "'s answer to " +
+                                 item_key(out.items[static_cast<size_t>(answers[k].item)]) +
+                                 ", repeat " + std::to_string(answers[k].repeat);
+      equal("place of " + answer, std::to_string(answers[k].item), std::to_string(others[k].item));
+      equal("text of " + answer, answers[k].text, others[k].text);
+      equal("verdict of " + answer, answers[k].correct ? "right" : "wrong",
+            others[k].correct ? "right" : "wrong");
     }
     for (const StateReport& state : next.states) {
       const int same = out.find_state(state.info.name);

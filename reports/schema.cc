@@ -8,6 +8,8 @@
 #include <stdexcept>
 
 #include "reports/answer_part.h"
+#include "reports/answer_statistics.h"
+#include "reports/answer_tables.h"
 #include "reports/files.h"
 #include "reports/hdf5_image.h"
 #include "reports/statistics.h"
@@ -254,9 +256,7 @@ std::vector<Answer> read_answers(const Hdf5Reader& file, const std::string& grou
 }
 
 /// Column 0 of each [state, range] dataset is all positions, the others are the bins.
-void write_summary(Hdf5Writer& file, const Report& report) {
-  file.group("/summary");
-  if (report.baseline() < 0) return;
+void write_kl_summary(Hdf5Writer& file, const Report& report) {
   const StatisticsOptions options;
   const KlStatistics statistics = kl_statistics(report, options);
   const int64_t states = dim(statistics.states.size());
@@ -346,6 +346,64 @@ void write_summary(Hdf5Writer& file, const Report& report) {
   file.attribute<int64_t>("/summary", "floor_state", statistics.floor_state);
   file.attribute<uint64_t>("/summary", "bootstrap_seed", options.seed);
   file.attribute<int64_t>("/summary", "bootstrap_replicates", options.replicates);
+}
+
+/// One row of every column for each row of the statistics.
+void write_answer_summary(Hdf5Writer& file, const Report& report) {
+  const AnswerStatistics statistics = answer_statistics(report);
+  const std::string group = "/summary/answers";
+  const std::vector<AnswerRow>& rows = statistics.rows;
+  file.group(group);
+  auto texts = [&](const char* name, auto get) {
+    write_column<std::string>(file, group + "/" + name, rows, get);
+  };
+  auto integers = [&](const char* name, auto get) {
+    write_column<int64_t>(file, group + "/" + name, rows, get);
+  };
+  auto reals = [&](const char* name, auto get) {
+    write_column<double>(file, group + "/" + name, rows, get);
+  };
+  auto of_pairs = [](double PairedFigures::*member) {
+    return [member](const AnswerRow& r) {
+      return r.against_baseline ? (*r.against_baseline).*member : std::nan("");
+    };
+  };
+  texts("task", [](auto& r) { return r.task; });
+  integers("state", [](auto& r) { return r.state; });
+  texts("by", [](auto& r) { return group_name(r.by); });
+  texts("group", [](auto& r) { return r.group; });
+  integers("items", [](auto& r) { return r.figures.items; });
+  integers("answers", [](auto& r) { return r.figures.answers; });
+  integers("correct", [](auto& r) { return r.figures.correct; });
+  reals("accuracy_low", [](auto& r) { return r.figures.accuracy.low; });
+  reals("accuracy_high", [](auto& r) { return r.figures.accuracy.high; });
+  integers("finished", [](auto& r) { return r.figures.finished(); });
+  integers("finished_correct", [](auto& r) { return r.figures.finished_correct; });
+  reals("finished_accuracy_low", [](auto& r) { return r.figures.finished_accuracy.low; });
+  reals("finished_accuracy_high", [](auto& r) { return r.figures.finished_accuracy.high; });
+  integers("truncated", [](auto& r) { return r.figures.truncated; });
+  integers("no_answer", [](auto& r) { return r.figures.missing; });
+  integers("lost", [](auto& r) { return r.against_baseline ? r.against_baseline->lost : -1; });
+  integers("gained", [](auto& r) { return r.against_baseline ? r.against_baseline->gained : -1; });
+  reals("change", of_pairs(&PairedFigures::change));
+  reals("change_low", [](auto& r) {
+    return r.against_baseline ? r.against_baseline->interval.low : std::nan("");
+  });
+  reals("change_high", [](auto& r) {
+    return r.against_baseline ? r.against_baseline->interval.high : std::nan("");
+  });
+  reals("mcnemar_p", of_pairs(&PairedFigures::p));
+  std::string text;
+  for (const Table& table : answer_tables(report, statistics))
+    text += (text.empty() ? "" : "\n") + as_text(table);
+  file.attribute<std::string>(group, "text", text);
+}
+
+void write_summary(Hdf5Writer& file, const Report& report) {
+  file.group("/summary");
+  if (report.baseline() < 0) return;
+  if (!report.documents.empty() || report.items.empty()) write_kl_summary(file, report);
+  if (has_answers(report)) write_answer_summary(file, report);
 }
 
 }  // namespace

@@ -461,14 +461,19 @@ KlStatistics kl_statistics(const Report& report, const StatisticsOptions& option
   return out;
 }
 
-Interval wilson(int64_t successes, int64_t trials) {
-  if (trials <= 0) return {};
+Interval wilson_of_share(double share, double trials) {
+  if (!(trials > 0)) return {};
   const double z = boost::math::quantile(boost::math::normal(), 0.975);
-  const auto n = static_cast<double>(trials);
-  const double p = static_cast<double>(successes) / n;
+  const double n = trials, p = share;
   const double middle = (p + z * z / (2 * n)) / (1 + z * z / n);
   const double half = z / (1 + z * z / n) * std::sqrt(p * (1 - p) / n + z * z / (4 * n * n));
-  return {successes == 0 ? 0.0 : middle - half, successes == trials ? 1.0 : middle + half};
+  return {p == 0 ? 0.0 : middle - half, p == 1 ? 1.0 : middle + half};
+}
+
+Interval wilson(int64_t successes, int64_t trials) {
+  if (trials <= 0) return {};
+  return wilson_of_share(static_cast<double>(successes) / static_cast<double>(trials),
+                         static_cast<double>(trials));
 }
 
 double mcnemar_exact(int64_t lost, int64_t gained) {

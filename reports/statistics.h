@@ -114,6 +114,8 @@ int find_floor(const Report& report);
 
 /// Wilson's score interval at 95 % for `successes` of `trials`.
 Interval wilson(int64_t successes, int64_t trials);
+/// The same of a share, known as well as by `trials` independent trials, which need not be whole.
+Interval wilson_of_share(double share, double trials);
 
 /// Exact two-sided McNemar test: of n = lost + gained discordant pairs each side has probability
 /// 1/2, p = min(1, 2 P(X <= min(lost, gained))); 1 for no discordant pair.

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "reports/run_json.h"
 #include "reports/schema.h"
 
 namespace replayeval {
@@ -155,36 +156,6 @@ std::string csv_field(const std::string& text) {
 
 std::string csv_number(double value) { return std::isfinite(value) ? format("%.17g", value) : ""; }
 
-Table run_table(const Report& report) {
-  Table table;
-  table.head = {"run", ""};
-  table.left = {1};
-  int64_t positions = 0;
-  const int baseline = report.baseline();
-  if (baseline >= 0) {
-    for (const StateDocument& d : report.states[static_cast<size_t>(baseline)].documents)
-      positions += d.length;
-  }
-  int64_t planned = 0;
-  for (const DocumentInfo& d : report.documents) planned += d.tokens;
-  auto add = [&](const std::string& name, const std::string& value) {
-    table.rows.push_back({name, value});
-  };
-  if (!report.path.empty()) add("from", report.path);
-  add("model", report.run.model + " (" + report.run.family + ", sha256 " +
-                   report.run.model_sha256.substr(0, 12) + ")");
-  add("data",
-      report.run.data + ", " + std::to_string(report.documents.size()) + " document" +
-          (report.documents.size() == 1 ? "" : "s") + ", " + std::to_string(positions) + " tokens" +
-          (positions < planned ? " of " + std::to_string(planned) + " (not finished)" : ""));
-  add("window", std::to_string(report.run.window) + ", seed " + std::to_string(report.run.seed) +
-                    ", compute " + report.run.compute + " on " + report.run.device + ", dense " +
-                    report.run.dense);
-  if (report.run.prompt_tokens > 0)
-    add("prompt", std::to_string(report.run.prompt_tokens) + " tokens, outside the comparison");
-  return table;
-}
-
 Table state_table(const Report& report, const KlStatistics& statistics) {
   Table table;
   table.title = "KL against " + report.run.baseline + " at every position, by state";
@@ -241,6 +212,95 @@ Table bin_table(const Report& report, const KlStatistics& statistics) {
 }
 
 }  // namespace
+
+nlohmann::ordered_json run_json(const RunInfo& run) {
+  return {{"job", run.job},
+          {"model", run.model},
+          {"model_sha256", run.model_sha256},
+          {"family", run.family},
+          {"tokenizer_sha256", run.tokenizer_sha256},
+          {"data", run.data},
+          {"data_sha256", run.data_sha256},
+          {"device", run.device},
+          {"compute", run.compute},
+          {"dense", run.dense},
+          {"baseline", run.baseline},
+          {"window", run.window},
+          {"seed", run.seed},
+          {"revision", run.revision},
+          {"created", run.created},
+          {"finished", run.finished}};
+}
+
+Table run_table(const Report& report) {
+  const RunInfo& run = report.run;
+  Table table;
+  table.head = {"run", ""};
+  table.left = {1};
+  auto add = [&](const std::string& name, const std::string& value) {
+    table.rows.push_back({name, value});
+  };
+  auto plural = [](size_t count, const std::string& noun) {
+    return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+  };
+  if (!report.path.empty()) add("from", report.path);
+  if (!run.model_sha256.empty()) {
+    add("model",
+        run.model + " (" + run.family + ", sha256 " + run.model_sha256.substr(0, 12) + ")");
+  } else if (!run.model.empty()) {
+    add("model", run.model);
+  }
+  if (!report.documents.empty() || report.items.empty()) {
+    int64_t positions = 0, planned = 0;
+    const int baseline = report.baseline();
+    if (baseline >= 0) {
+      for (const StateDocument& d : report.states[static_cast<size_t>(baseline)].documents)
+        positions += d.length;
+    }
+    for (const DocumentInfo& d : report.documents) planned += d.tokens;
+    add("data",
+        run.data + ", " + plural(report.documents.size(), "document") + ", " +
+            std::to_string(positions) + " tokens" +
+            (positions < planned ? " of " + std::to_string(planned) + " (not finished)" : ""));
+  }
+  std::vector<std::string> names;
+  for (const ItemInfo& item : report.items) {
+    if (std::find(names.begin(), names.end(), item.task) == names.end()) names.push_back(item.task);
+  }
+  for (const std::string& name : names) {
+    const auto items =
+        static_cast<size_t>(std::count_if(report.items.begin(), report.items.end(),
+                                          [&](const ItemInfo& item) { return item.task == name; }));
+    std::string text = name;
+    for (const TaskInfo& task : run.tasks) {
+      if (task.name == name)
+        text += " version " + std::to_string(task.version) + " (sha256 " +
+                task.sha256.substr(0, 12) + ")";
+    }
+    text += ", " + plural(items, "item");
+    if (run.repeats > 1) text += ", " + std::to_string(run.repeats) + " answers to each";
+    std::string open;
+    for (const StateReport& state : report.states) {
+      const auto given = static_cast<size_t>(
+          std::count_if(state.answers.begin(), state.answers.end(), [&](const Answer& answer) {
+            return report.items[static_cast<size_t>(answer.item)].task == name;
+          }));
+      if (given < items * static_cast<size_t>(run.repeats))
+        open += (open.empty() ? "" : ", ") + state.info.name + " " + std::to_string(given);
+    }
+    if (!open.empty()) text += "; not finished: " + open;
+    add("task", text);
+  }
+  if (run.device.empty()) {
+    add("answers", "imported, " + run.created);
+  } else {
+    add("window", std::to_string(run.window) + ", seed " + std::to_string(run.seed) + ", compute " +
+                      run.compute + " on " + run.device + ", dense " + run.dense);
+  }
+  if (run.prompt_tokens > 0)
+    add("prompt", std::to_string(run.prompt_tokens) + " tokens, outside the comparison");
+  return table;
+}
 
 std::string as_text(const Table& table) {
   const std::vector<size_t> widths = widths_of(table);
@@ -397,25 +457,9 @@ std::string kl_csv(const Report& report, const KlStatistics& statistics) {
 }
 
 std::string kl_json(const Report& report, const KlStatistics& statistics) {
-  const RunInfo& run = report.run;
   Json json;
   json["schema"] = kSchema;
-  json["run"] = {{"job", run.job},
-                 {"model", run.model},
-                 {"model_sha256", run.model_sha256},
-                 {"family", run.family},
-                 {"tokenizer_sha256", run.tokenizer_sha256},
-                 {"data", run.data},
-                 {"data_sha256", run.data_sha256},
-                 {"device", run.device},
-                 {"compute", run.compute},
-                 {"dense", run.dense},
-                 {"baseline", run.baseline},
-                 {"window", run.window},
-                 {"seed", run.seed},
-                 {"revision", run.revision},
-                 {"created", run.created},
-                 {"finished", run.finished}};
+  json["run"] = run_json(report.run);
   json["documents"] = Json::array();
   for (const DocumentInfo& d : report.documents) {
     json["documents"].push_back(

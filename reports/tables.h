@@ -29,6 +29,9 @@ std::string number(double value);
 /// "1.23e-05 [1.1e-05, 1.4e-05]", without brackets when there is no interval.
 std::string number(const Estimate& estimate);
 
+/// What was run: model, data, tasks, arithmetic.
+Table run_table(const Report& report);
+
 /// The tables of a kl run: what was run, one row a state, mean KL by position bin.
 std::vector<Table> kl_tables(const Report& report, const KlStatistics& statistics);
 
