@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/mamba2_checks.h"
 #include "kernels/mamba2_simd.h"
 #include "kernels/replay.h"
 
@@ -338,7 +339,9 @@ class Mamba2Walk {
   StateShape shape_;
 };
 
-void check_layer(const Mamba2Layer& layer, std::span<const StateRow> rows,
+}  // namespace
+
+void check_mamba2_layer(const Mamba2Layer& layer, std::span<const StateRow> rows,
                  std::span<const Mamba2Inputs> inputs) {
   const auto refuse = [](const std::string& message) {
     throw std::invalid_argument("mamba2: " + message);
@@ -355,7 +358,7 @@ void check_layer(const Mamba2Layer& layer, std::span<const StateRow> rows,
   check_rows("mamba2", rows, inputs.size(), layer.heads, {layer.head_dim, layer.state_dim});
 }
 
-void check_inputs(const Mamba2Layer& layer, size_t row, const Mamba2Inputs& in, bool records,
+void check_mamba2_inputs(const Mamba2Layer& layer, size_t row, const Mamba2Inputs& in, bool records,
                   bool queries) {
   const auto refuse = [row](const std::string& message) {
     throw std::invalid_argument("mamba2: row " + std::to_string(row) + ": " + message);
@@ -379,15 +382,13 @@ void check_inputs(const Mamba2Layer& layer, size_t row, const Mamba2Inputs& in, 
   }
 }
 
-}  // namespace
-
 int64_t mamba2_scratch_floats(int head_dim, int state_dim) {
   return int64_t{kMaxWindow} * (kMaxWindow + 2 * round_up(head_dim, 16) + state_dim);
 }
 
 void mamba2_advance(const Mamba2Layer& layer, std::span<StateRow> rows,
                     std::span<const Mamba2Inputs> inputs, AdvanceMode mode, KernelForm form) {
-  check_layer(layer, rows, inputs);
+  check_mamba2_layer(layer, rows, inputs);
   std::vector<RowSpans> spans(rows.size());
   std::vector<std::vector<int>> pending(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
@@ -396,7 +397,7 @@ void mamba2_advance(const Mamba2Layer& layer, std::span<StateRow> rows,
       throw std::invalid_argument("mamba2: row " + std::to_string(r) + ": " +
                                   std::to_string(tokens) + " tokens, expected 0 or more");
     }
-    if (tokens > 0) check_inputs(layer, r, inputs[r], true, true);
+    if (tokens > 0) check_mamba2_inputs(layer, r, inputs[r], true, true);
     for (size_t p = 0; p < rows[r].plans.size(); ++p) {
       const HeadPlan& plan = rows[r].plans[p];
       int after = 0;
@@ -413,12 +414,12 @@ void mamba2_advance(const Mamba2Layer& layer, std::span<StateRow> rows,
 
 void mamba2_flush(const Mamba2Layer& layer, std::span<StateRow> rows,
                   std::span<const Mamba2Inputs> inputs, KernelForm form) {
-  check_layer(layer, rows, inputs);
+  check_mamba2_layer(layer, rows, inputs);
   std::vector<RowSpans> spans(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
     for (size_t p = 0; p < rows[r].plans.size(); ++p) {
       spans[r].push_back(flush_spans(rows[r].pending[p]));
-      if (!spans[r].back().empty()) check_inputs(layer, r, inputs[r], true, false);
+      if (!spans[r].back().empty()) check_mamba2_inputs(layer, r, inputs[r], true, false);
     }
   }
   Mamba2Walk(layer, rows, inputs, std::move(spans), form).run();

@@ -508,7 +508,7 @@ __device__ inline void encode_blocks(const EncodeJob& job, const Rule& rule, Thr
 
 /// Rounds one prepared head in place. Called by all threads of the block, the matrix visible to
 /// all; ends with a barrier.
-__device__ __noinline__ void encode_prepared(const EncodeJob& job, ThreadCounts* counts) {
+inline __device__ __noinline__ void encode_prepared(const EncodeJob& job, ThreadCounts* counts) {
   const FormatDescriptor& d = *job.d;
   const PackedLayout& l = job.l;
   const bool blocks = d.block_scale != BlockScale::none;
@@ -578,9 +578,9 @@ __device__ inline uint32_t non_finite_share(const PackedLayout& l, const MatrixV
 }  // namespace block_codec
 
 /// Decodes a packed head into m. Called by all threads of the block; ends with a barrier.
-__device__ __noinline__ void decode_block(const FormatDescriptor& d, int head_dim, int state_dim,
-                                          const std::byte* packed, MatrixView m,
-                                          BlockCodecMemory* memory) {
+inline __device__ __noinline__ void decode_block(const FormatDescriptor& d, int head_dim,
+                                                 int state_dim, const std::byte* packed,
+                                                 MatrixView m, BlockCodecMemory* memory) {
   using namespace block_codec;
   const PackedLayout l = packed_layout(d, head_dim, state_dim);
   const bool blocks = l.blocks_down > 0;
@@ -680,8 +680,8 @@ __device__ inline void encode_plain(const EncodeCall& call, int format, PhiloxKe
 /// Rounds m in place and stores its codes; equal to encode_head followed by decode_head. Adds to
 /// the thread's counts. Called by all threads of the block, the matrix visible to all; ends with a
 /// barrier. The packed head starts on a multiple of 4 bytes.
-__device__ __noinline__ void encode_block(const EncodeCall& call, MatrixView m,
-                                          BlockCodecMemory* memory, ThreadCounts* counts) {
+inline __device__ __noinline__ void encode_block(const EncodeCall& call, MatrixView m,
+                                                 BlockCodecMemory* memory, ThreadCounts* counts) {
   using namespace block_codec;
   const int residual = call.formats[call.format].residual;
   if (residual < 0) {
