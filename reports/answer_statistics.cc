@@ -61,6 +61,8 @@ AnswerFigures figures_of(const Report& report, const Answers& answers) {
     f.truncated += cut ? 1 : 0;
     f.finished_correct += answer->correct && !cut ? 1 : 0;
     f.tokens += static_cast<double>(answer->tokens);
+    f.finish_known = f.finish_known && !answer->finish_reason.empty();
+    f.tokens_known = f.tokens_known && answer->tokens >= 0;
     if (!answer->extracted.empty()) continue;
     f.missing += 1;
     const int options = report.items[static_cast<size_t>(answer->item)].options;
@@ -100,7 +102,9 @@ std::optional<PairedFigures> paired(const std::map<Key, const Answer*>& baseline
 /// Quartile, 0 .. 3, of each item and repeat that the baseline answered.
 std::map<Key, size_t> quartiles_of(const Answers& baseline, LengthQuartiles* bounds) {
   std::map<Key, size_t> out;
-  if (baseline.size() < 4) return out;
+  const bool known = std::all_of(baseline.begin(), baseline.end(),
+                                 [](const Answer* answer) { return answer->tokens >= 0; });
+  if (baseline.size() < 4 || !known) return out;
   Answers order = baseline;
   std::sort(order.begin(), order.end(), [](const Answer* a, const Answer* b) {
     return std::tuple(a->tokens, a->item, a->repeat) < std::tuple(b->tokens, b->item, b->repeat);

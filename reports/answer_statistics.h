@@ -23,8 +23,10 @@ struct AnswerFigures {
   int64_t truncated = 0;
   int64_t finished_correct = 0;  // of answers - truncated
   int64_t missing = 0;
-  double chance = 0;  // expected hits of a random option instead of each missing answer
-  double tokens = 0;  // of all answers together
+  double chance = 0;         // expected hits of a random option instead of each missing answer
+  double tokens = 0;         // of all answers together
+  bool finish_known = true;  // of every answer; otherwise truncated and finished say nothing
+  bool tokens_known = true;
   Interval accuracy;  // shares; Wilson, see answer_statistics()
   Interval finished_accuracy;
 
@@ -58,7 +60,7 @@ struct AnswerRow {
 };
 
 /// Quartiles of a task by the tokens of the baseline's answers, shortest first; ties are broken by
-/// item. Fewest and most tokens of each; absent for fewer than four answers.
+/// item. Fewest and most tokens of each; absent for fewer than four answers, or unknown lengths.
 struct LengthQuartiles {
   std::string task;
   std::array<std::pair<int64_t, int64_t>, 4> tokens;

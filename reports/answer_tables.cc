@@ -69,10 +69,10 @@ Table accuracy_table(const Report& report, const AnswerStatistics& statistics) {
         info.bits_per_element > 0 ? format("%.3g", info.bits_per_element) : "-",
         std::to_string(f.answers),
         percent(share(f.correct, f.answers)) + limits_text(f.accuracy, 2),
-        percent(share(f.finished_correct, f.finished())),
-        percent(share(f.truncated, f.answers)),
+        f.finish_known ? percent(share(f.finished_correct, f.finished())) : "-",
+        f.finish_known ? percent(share(f.truncated, f.answers)) : "-",
         percent(share(f.missing, f.answers)),
-        format("%.1f", f.tokens / static_cast<double>(f.answers))};
+        f.tokens_known ? format("%.1f", f.tokens / static_cast<double>(f.answers)) : "-"};
     if (chance) {
       cells.insert(cells.begin() + 5, percent((static_cast<double>(f.correct) + f.chance) /
                                               static_cast<double>(f.answers)));
@@ -263,18 +263,22 @@ std::string answer_csv(const Report& report, const AnswerStatistics& statistics)
     const AnswerFigures& f = row.figures;
     const StateInfo& info = report.states[static_cast<size_t>(row.state)].info;
     const auto n = static_cast<double>(f.answers);
+    auto finished = [&](const std::string& value) {
+      return f.finish_known ? value : std::string();
+    };
     text += csv_field(row.task) + "," + csv_field(info.name) + "," +
             csv_number(info.bits_per_element) + "," + std::to_string(info.bytes_per_sequence) +
             "," + group_name(row.by) + "," + csv_field(row.group) + "," + std::to_string(f.items) +
             "," + std::to_string(f.answers) + "," + std::to_string(f.correct) + "," +
             csv_number(share(f.correct, f.answers)) + "," + csv_number(f.accuracy.low) + "," +
-            csv_number(f.accuracy.high) + "," + std::to_string(f.finished()) + "," +
-            std::to_string(f.finished_correct) + "," +
-            csv_number(share(f.finished_correct, f.finished())) + "," +
-            csv_number(f.finished_accuracy.low) + "," + csv_number(f.finished_accuracy.high) + "," +
-            std::to_string(f.truncated) + "," + std::to_string(f.missing) + "," +
+            csv_number(f.accuracy.high) + "," + finished(std::to_string(f.finished())) + "," +
+            finished(std::to_string(f.finished_correct)) + "," +
+            finished(csv_number(share(f.finished_correct, f.finished()))) + "," +
+            finished(csv_number(f.finished_accuracy.low)) + "," +
+            finished(csv_number(f.finished_accuracy.high)) + "," +
+            finished(std::to_string(f.truncated)) + "," + std::to_string(f.missing) + "," +
             csv_number((static_cast<double>(f.correct) + f.chance) / n) + "," +
-            csv_number(f.tokens / n);
+            (f.tokens_known ? csv_number(f.tokens / n) : "");
     if (row.against_baseline) {
       const PairedFigures& p = *row.against_baseline;
       text += "," + std::to_string(p.answers) + "," + csv_number(p.change) + "," +
@@ -327,13 +331,15 @@ std::string answer_json(const Report& report, const AnswerStatistics& statistics
                 {"answers", f.answers},
                 {"correct", f.correct},
                 {"accuracy", interval_json(share(f.correct, f.answers), f.accuracy)},
-                {"finished", f.finished()},
+                {"finished", f.finish_known ? Json(f.finished()) : Json(nullptr)},
                 {"finished_accuracy",
-                 interval_json(share(f.finished_correct, f.finished()), f.finished_accuracy)},
-                {"truncated", f.truncated},
+                 f.finish_known
+                     ? interval_json(share(f.finished_correct, f.finished()), f.finished_accuracy)
+                     : Json(nullptr)},
+                {"truncated", f.finish_known ? Json(f.truncated) : Json(nullptr)},
                 {"no_answer", f.missing},
                 {"chance_accuracy", (static_cast<double>(f.correct) + f.chance) / n},
-                {"mean_tokens", f.tokens / n},
+                {"mean_tokens", f.tokens_known ? Json(f.tokens / n) : Json(nullptr)},
                 {"against_baseline", nullptr}};
     if (row.against_baseline) {
       const PairedFigures& p = *row.against_baseline;

@@ -157,8 +157,8 @@ struct Answer {
   int32_t item = 0;    // index into Report::items
   int32_t repeat = 0;  // 0 .. repeats - 1
   std::string text;
-  int64_t tokens = 0;
-  std::string finish_reason;  // stop | length
+  int64_t tokens = 0;         // -1: not known
+  std::string finish_reason;  // stop | length; empty: not known
   std::string extracted;      // empty: no answer found
   std::string rule;           // which extraction rule matched
   int stage = 0;              // of that rule

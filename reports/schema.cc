@@ -377,11 +377,12 @@ void write_answer_summary(Hdf5Writer& file, const Report& report) {
   integers("correct", [](auto& r) { return r.figures.correct; });
   reals("accuracy_low", [](auto& r) { return r.figures.accuracy.low; });
   reals("accuracy_high", [](auto& r) { return r.figures.accuracy.high; });
-  integers("finished", [](auto& r) { return r.figures.finished(); });
-  integers("finished_correct", [](auto& r) { return r.figures.finished_correct; });
+  integers("finished", [](auto& r) { return r.figures.finish_known ? r.figures.finished() : -1; });
+  integers("finished_correct",
+           [](auto& r) { return r.figures.finish_known ? r.figures.finished_correct : -1; });
   reals("finished_accuracy_low", [](auto& r) { return r.figures.finished_accuracy.low; });
   reals("finished_accuracy_high", [](auto& r) { return r.figures.finished_accuracy.high; });
-  integers("truncated", [](auto& r) { return r.figures.truncated; });
+  integers("truncated", [](auto& r) { return r.figures.finish_known ? r.figures.truncated : -1; });
   integers("no_answer", [](auto& r) { return r.figures.missing; });
   integers("lost", [](auto& r) { return r.against_baseline ? r.against_baseline->lost : -1; });
   integers("gained", [](auto& r) { return r.against_baseline ? r.against_baseline->gained : -1; });
