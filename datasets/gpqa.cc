@@ -13,9 +13,9 @@ namespace replayeval {
 RawItems read_gpqa(const ItemSource& source) {
   RawItems raw;
   const std::string name = "gpqa_" + source.split + ".csv";
-  raw.files = {find_file(
+  raw.files = find_files(
       source, {name, "dataset/" + name},
-      "huggingface.co/datasets/Idavidrein/gpqa (gated: the authors ask not to republish it)")};
+      "huggingface.co/datasets/Idavidrein/gpqa (gated: the authors ask not to republish it)");
   const std::string path = raw.files.front().string();
   std::ifstream file(path, std::ios::binary);
   if (!file) throw std::runtime_error(path + ": cannot be read");
@@ -26,7 +26,7 @@ RawItems read_gpqa(const ItemSource& source) {
   if (const size_t invalid = find_invalid_utf8(text); invalid != std::string::npos) {
     throw std::runtime_error(path + ": not UTF-8 at byte " + std::to_string(invalid));
   }
-  const std::vector<CsvRow> rows = parse_csv(text, path);
+  const std::vector<CsvRow> rows = parse_csv(text, path, CsvErrors::kMark);
   if (rows.empty()) throw std::runtime_error(path + ": empty, expected a header row");
   std::map<std::string, size_t> columns;
   for (size_t i = 0; i < rows[0].cells.size(); ++i) columns.emplace(rows[0].cells[i], i);
@@ -49,6 +49,10 @@ RawItems read_gpqa(const ItemSource& source) {
     item.task = task_name(Task::kGpqa);
     item.id = cell("Record ID");
     if (item.id.empty()) item.id = "row " + std::to_string(item.row);
+    if (!rows[i].problem.empty()) {
+      raw.refuse("row " + std::to_string(item.row), item.row, rows[i].problem);
+      continue;
+    }
     if (cells.size() != rows[0].cells.size()) {
       raw.refuse(item.id, item.row,
                  "line " + std::to_string(rows[i].line) + " has " + std::to_string(cells.size()) +

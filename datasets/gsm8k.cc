@@ -1,13 +1,22 @@
 // GSM8K (Cobbe et al. 2021): question, and a solution that ends "#### result".
+#include "datasets/data_files.h"
 #include "datasets/item_readers.h"
 
 namespace replayeval {
 
 RawItems read_gsm8k(const ItemSource& source) {
   RawItems raw;
-  raw.files = {find_file(source, {source.split + ".jsonl", "data/" + source.split + ".jsonl"},
-                         "github.com/openai/grade-school-math")};
-  for (const nlohmann::json& row : read_rows(raw.files.front())) {
+  std::vector<std::string> patterns{source.split + ".jsonl", "data/" + source.split + ".jsonl",
+                                    "grade_school_math/data/" + source.split + ".jsonl"};
+  for (std::string& pattern : parquet_patterns(source.split, {"main"}))
+    patterns.push_back(std::move(pattern));
+  raw.files =
+      find_files(source, patterns,
+                 "github.com/openai/grade-school-math and huggingface.co/datasets/openai/gsm8k");
+  std::vector<nlohmann::json> rows;
+  for (const auto& file : raw.files)
+    for (nlohmann::json& row : read_rows(file)) rows.push_back(std::move(row));
+  for (const nlohmann::json& row : rows) {
     Item item;
     item.row = raw.rows++;
     item.task = task_name(Task::kGsm8k);

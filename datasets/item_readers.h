@@ -3,7 +3,6 @@
 
 #include <filesystem>
 #include <functional>
-#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
@@ -35,14 +34,16 @@ RawItems read_gpqa(const ItemSource& source);
 RawItems read_math(const ItemSource& source);
 RawItems read_gsm8k(const ItemSource& source);
 
-/// The source's path if it is a file, otherwise the first of `names` that exists in that folder.
-/// Throws std::runtime_error listing what was looked for, and `published`: where the data set comes
-/// from.
-std::filesystem::path find_file(const ItemSource& source, std::initializer_list<std::string> names,
-                                const std::string& published);
+/// The source's path if it is a file, otherwise the files of the first of `patterns` (see
+/// find_data_files) that has any in that folder. Throws std::runtime_error listing what was looked
+/// for, and `published`: where the data set comes from.
+std::vector<std::filesystem::path> find_files(const ItemSource& source,
+                                              const std::vector<std::string>& patterns,
+                                              const std::string& published);
 
-/// Objects of a JSON array (.json) or of a file with one a line. Throws std::runtime_error with
-/// file and line for text that is neither.
+/// Objects of a JSON array (.json), of a Parquet file's rows (.parquet; columns that hold neither
+/// text nor numbers nor lists of them are left out), or of a file with one a line. Throws
+/// std::runtime_error with file and line for text that is neither.
 std::vector<nlohmann::json> read_rows(const std::filesystem::path& path);
 
 /// Text of a key: a string as it is, a number in decimal; empty for null and where the key is

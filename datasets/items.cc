@@ -7,7 +7,10 @@
 #include <stdexcept>
 
 #include "base/hash.h"
+#include "datasets/data_files.h"
 #include "datasets/item_readers.h"
+#include "datasets/parquet.h"
+#include "datasets/tokenizer.h"
 
 namespace replayeval {
 namespace {
@@ -123,8 +126,14 @@ void RawItems::add(Item item) {
   const auto blank = [](const std::string& text) {
     return text.find_first_not_of(" \t\r\n") == std::string::npos;
   };
+  const auto damaged = [](const std::string& text) {
+    return find_invalid_utf8(text) != std::string_view::npos;
+  };
   std::string reason;
-  if (blank(item.question)) {
+  if (damaged(item.question) || damaged(item.gold) || damaged(item.solution) ||
+      std::any_of(item.options.begin(), item.options.end(), damaged)) {
+    reason = "its text is not UTF-8";
+  } else if (blank(item.question)) {
     reason = "the question is empty";
   } else if (static_cast<int>(item.options.size()) > kMostOptions) {
     reason = std::to_string(item.options.size()) + " options; letters end at J";
@@ -148,20 +157,51 @@ void RawItems::add(Item item) {
   items.push_back(std::move(item));
 }
 
-fs::path find_file(const ItemSource& source, std::initializer_list<std::string> names,
-                   const std::string& published) {
-  if (fs::is_regular_file(source.path)) return source.path;
+std::vector<fs::path> find_files(const ItemSource& source, const std::vector<std::string>& patterns,
+                                 const std::string& published) {
+  if (fs::is_regular_file(source.path)) return {source.path};
+  const fs::path folder = data_folder(source.path);
+  std::vector<fs::path> files = find_data_files(folder, patterns);
+  if (!files.empty()) return files;
   std::string looked_for;
-  for (const std::string& name : names) {
-    if (fs::is_regular_file(source.path / name)) return source.path / name;
-    looked_for += (looked_for.empty() ? "" : ", ") + (source.path / name).string();
-  }
-  throw std::runtime_error("data: " + task_name(source.task) + ": no data at " +
-                           source.path.string() + "; looked for a file of that name, " +
-                           looked_for + "; published as " + published);
+  for (const std::string& pattern : patterns) looked_for += " " + pattern;
+  throw std::runtime_error(
+      "data: " + task_name(source.task) + ": no data at " + source.path.string() +
+      (fs::is_directory(source.path)
+           ? "; looked in this folder for" + looked_for
+           : ", where there is no file or folder; a folder would hold one of" + looked_for) +
+      "; published as " + published);
 }
 
+namespace {
+
+Json json_of(const ParquetCell& cell) {
+  return std::visit(
+      [](const auto& value) -> Json {
+        if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::monostate>) {
+          return nullptr;
+        } else {
+          return value;
+        }
+      },
+      cell);
+}
+
+std::vector<Json> read_parquet_rows(const fs::path& path) {
+  const ParquetFile file(path);
+  std::vector<Json> rows(static_cast<size_t>(file.rows()), Json::object());
+  for (const std::string& column : file.columns()) {
+    if (!file.readable(column)) continue;
+    const std::vector<ParquetCell> cells = file.read(column);
+    for (size_t i = 0; i < cells.size(); ++i) rows[i][column] = json_of(cells[i]);
+  }
+  return rows;
+}
+
+}  // namespace
+
 std::vector<Json> read_rows(const fs::path& path) {
+  if (path.extension() == ".parquet") return read_parquet_rows(path);
   std::ifstream file(path, std::ios::binary);
   if (!file) throw std::runtime_error(path.string() + ": cannot be read");
   std::vector<Json> rows;
@@ -223,7 +263,7 @@ ItemSet load_items(const ItemSource& source) {
     throw std::invalid_argument(place + ": none of its " + std::to_string(raw.items.size()) +
                                 " items is of level " + std::to_string(*source.level));
   }
-  check_published(source, of_level, set.bad.size(), &set);
+  if (source.published) check_published(source, of_level, set.bad.size(), &set);
   if (!source.ids.empty()) {
     for (const std::string& id : source.ids) {
       const auto found = std::find_if(of_level.begin(), of_level.end(),

@@ -35,6 +35,7 @@ struct ItemSource {
   std::filesystem::path path;  // a file, or the data set's folder
   std::string split = "test";  // GPQA: diamond, main or extended
   std::optional<int> level;    // MATH: only this one
+  bool published = true;       // compare counts and texts with the published sets
   // In the file's order, so that a smaller selection is part of a larger one; both may be given.
   std::optional<int64_t> items;         // the first n
   std::optional<int64_t> per_category;  // the first n of each category
@@ -58,15 +59,17 @@ struct ItemSet {
 };
 
 /// Reads and checks the items of a source. Layouts:
-/// - MMLU-Pro: .json (an array) or .jsonl with question, options, answer, answer_index, category,
-///   cot_content; a folder with <split> in one of these forms. Options "N/A" are fillers and are
-///   dropped.
+/// - MMLU-Pro: .parquet, .json (an array) or .jsonl with question, options, answer, answer_index,
+///   category, cot_content; a folder with <split> in one of these forms (data/test-*.parquet as the
+///   hub has it). Options "N/A" are fillers and are dropped.
 /// - GPQA: gpqa_<split>.csv (or any .csv) with the authors' column names; options are the correct
-///   answer, then the three wrong ones.
+///   answer, then the three wrong ones. A row whose quotes are broken is a bad item.
 /// - MATH: .json or .jsonl with problem, solution, level ("Level 5" or 5), type or subject, and
-///   answer or a \boxed{} in the solution; a folder <split>.jsonl, <split>/<subject>/<number>.json
-///   or MATH/<split>/<subject>/<number>.json.
-/// - GSM8K: .jsonl with question and answer, the result behind "####"; a folder with <split>.jsonl.
+///   answer or a \boxed{} in the solution; a folder <split>.jsonl, <split>/<subject>/<number>.json,
+///   MATH/<split>/<subject>/<number>.json, or <subject>/<split>-*.parquet as the hub has it.
+/// - GSM8K: .jsonl or .parquet with question and answer, the result behind "####"; a folder with
+///   <split>.jsonl or main/<split>-*.parquet.
+/// A folder may also be one of the hub cache (datasets--ORG--NAME).
 ///
 /// Throws std::invalid_argument for a wrong selection and std::runtime_error for missing files
 /// (naming the layouts that were looked for), text that is no JSON or CSV (file and line), and a

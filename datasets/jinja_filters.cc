@@ -621,75 +621,24 @@ JinjaValue filter_wordcount(const JinjaValue& value, Arguments& arguments) {
   return static_cast<int64_t>(split_white_space(to_text(value), -1, false).size());
 }
 
-// The clean-up of lm-evaluation-harness's gpqa task: outer white space off, " [title]" becomes
-// ". ", what stands in brackets on one line goes, two spaces become one; nothing becomes a space.
-JinjaValue filter_lm_eval_gpqa(const JinjaValue& value, Arguments& arguments) {
-  arguments.done();
-  if (value.is_undefined() || value.is_none()) return " ";
-  std::string text = strip(to_text(value), true, true, nullptr);
-  text = replace_all(text, " [title]", ". ", -1);
-  std::string kept;
-  size_t at = 0;
-  size_t none_before = 0;  // no "]" on the line of a "[" up to here
-  while (at < text.size()) {
-    if (text[at] == '[' && at >= none_before) {
-      const size_t close = text.find_first_of("]\n", at);
-      if (close != std::string::npos && text[close] == ']') {
-        at = close + 1;
-        continue;
-      }
-      none_before = close == std::string::npos ? text.size() : close;
-    }
-    kept += text[at++];
-  }
-  return replace_all(kept, "  ", " ", -1);
-}
-
 struct NamedFilter {
   std::string_view name;
   Filter filter;
 };
 constexpr NamedFilter kFilters[] = {
-    {"abs", filter_abs},
-    {"attr", filter_attr},
-    {"capitalize", filter_capitalize},
-    {"count", filter_length},
-    {"d", filter_default},
-    {"default", filter_default},
-    {"dictsort", filter_dictsort},
-    {"e", filter_escape},
-    {"escape", filter_escape},
-    {"first", filter_first},
-    {"float", filter_float},
-    {"indent", filter_indent},
-    {"int", filter_int},
-    {"items", filter_items},
-    {"join", filter_join},
-    {"last", filter_last},
-    {"length", filter_length},
-    {"list", filter_list},
-    {"lm_eval_gpqa", filter_lm_eval_gpqa},
-    {"lower", filter_lower},
-    {"map", filter_map},
-    {"max", filter_max},
-    {"min", filter_min},
-    {"reject", filter_reject},
-    {"rejectattr", filter_rejectattr},
-    {"replace", filter_replace},
-    {"reverse", filter_reverse},
-    {"round", filter_round},
-    {"safe", filter_same},
-    {"select", filter_select},
-    {"selectattr", filter_selectattr},
-    {"sort", filter_sort},
-    {"string", filter_string},
-    {"sum", filter_sum},
-    {"title", filter_title},
-    {"tojson", filter_tojson},
-    {"trim", filter_trim},
-    {"unique", filter_unique},
-    {"upper", filter_upper},
-    {"wordcount", filter_wordcount},
+    {"abs", filter_abs},           {"attr", filter_attr},       {"capitalize", filter_capitalize},
+    {"count", filter_length},      {"d", filter_default},       {"default", filter_default},
+    {"dictsort", filter_dictsort}, {"e", filter_escape},        {"escape", filter_escape},
+    {"first", filter_first},       {"float", filter_float},     {"indent", filter_indent},
+    {"int", filter_int},           {"items", filter_items},     {"join", filter_join},
+    {"last", filter_last},         {"length", filter_length},   {"list", filter_list},
+    {"lower", filter_lower},       {"map", filter_map},         {"max", filter_max},
+    {"min", filter_min},           {"reject", filter_reject},   {"rejectattr", filter_rejectattr},
+    {"replace", filter_replace},   {"reverse", filter_reverse}, {"round", filter_round},
+    {"safe", filter_same},         {"select", filter_select},   {"selectattr", filter_selectattr},
+    {"sort", filter_sort},         {"string", filter_string},   {"sum", filter_sum},
+    {"title", filter_title},       {"tojson", filter_tojson},   {"trim", filter_trim},
+    {"unique", filter_unique},     {"upper", filter_upper},     {"wordcount", filter_wordcount},
 };
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "datasets/data_files.h"
 #include "datasets/grade_boxed.h"
 #include "datasets/item_readers.h"
 
@@ -68,7 +69,8 @@ std::vector<fs::path> problem_files(const fs::path& folder) {
 RawItems read_math(const ItemSource& source) {
   RawItems raw;
   const std::string& split = source.split;
-  for (const fs::path& folder : {source.path / split, source.path / "MATH" / split}) {
+  const fs::path root = data_folder(source.path);
+  for (const fs::path& folder : {root / split, root / "MATH" / split}) {
     if (!fs::is_directory(folder)) continue;
     raw.files = problem_files(folder);
     for (const fs::path& path : raw.files) {
@@ -84,13 +86,26 @@ RawItems read_math(const ItemSource& source) {
     }
     if (!raw.files.empty()) return raw;
   }
-  raw.files = {find_file(
-      source,
-      {split + ".jsonl", split + ".json", "MATH/" + split + "/<subject>/<number>.json",
-       split + "/<subject>/<number>.json"},
-      "github.com/hendrycks/math; its 500-problem test split with github.com/openai/prm800k")};
-  for (const Json& row : read_rows(raw.files.front()))
-    add_problem(row, text_of(row, "unique_id"), &raw);
+  std::vector<std::string> patterns{split + ".jsonl", split + ".json", "*/" + split + "-*.parquet"};
+  for (std::string& pattern : parquet_patterns(split)) patterns.push_back(std::move(pattern));
+  // Found above when they exist; here they are named for the message.
+  patterns.push_back("MATH/" + split + "/*/*.json");
+  patterns.push_back(split + "/*/*.json");
+  raw.files = find_files(source, patterns,
+                         "github.com/hendrycks/math, on the hub as EleutherAI/hendrycks_math; its "
+                         "500-problem test split with github.com/openai/prm800k");
+  for (const fs::path& file : raw.files) {
+    // A subject's file numbers its own rows.
+    const bool of_subject = raw.files.size() > 1 && file.extension() == ".parquet";
+    const std::string subject = split + "/" + file.parent_path().filename().string() + "/";
+    size_t number = 0;
+    for (const Json& row : read_rows(file)) {
+      std::string id = text_of(row, "unique_id");
+      if (id.empty() && of_subject) id = subject + std::to_string(number);
+      ++number;
+      add_problem(row, id, &raw);
+    }
+  }
   return raw;
 }
 

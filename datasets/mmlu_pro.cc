@@ -1,4 +1,5 @@
-// MMLU-Pro (Wang et al. 2024) as JSON: the columns of TIGER-Lab/MMLU-Pro.
+// MMLU-Pro (Wang et al. 2024) as Parquet or JSON: the columns of TIGER-Lab/MMLU-Pro.
+#include "datasets/data_files.h"
 #include "datasets/item_readers.h"
 
 namespace replayeval {
@@ -6,11 +7,14 @@ namespace replayeval {
 RawItems read_mmlu_pro(const ItemSource& source) {
   RawItems raw;
   const std::string& split = source.split;
-  raw.files = {find_file(
-      source,
-      {split + ".json", split + ".jsonl", "data/" + split + ".json", "data/" + split + ".jsonl"},
-      "huggingface.co/datasets/TIGER-Lab/MMLU-Pro")};
-  for (const nlohmann::json& row : read_rows(raw.files.front())) {
+  std::vector<std::string> patterns = parquet_patterns(split);
+  for (const char* folder : {"", "data/"})
+    for (const char* form : {".json", ".jsonl"}) patterns.push_back(folder + split + form);
+  raw.files = find_files(source, patterns, "huggingface.co/datasets/TIGER-Lab/MMLU-Pro");
+  std::vector<nlohmann::json> rows;
+  for (const auto& file : raw.files)
+    for (nlohmann::json& row : read_rows(file)) rows.push_back(std::move(row));
+  for (const nlohmann::json& row : rows) {
     Item item;
     item.row = raw.rows++;
     item.task = task_name(Task::kMmluPro);

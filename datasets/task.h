@@ -62,7 +62,11 @@ struct OptionRule {
   };
   Order order = Order::kFile;
   uint64_t seed = 0;  // of kGpqaAuthors
-  int rounds = 1;     // kSimpleEvals: each item is asked so often, each time in another order
+  int rounds = 1;     // kSimpleEvals: each item is asked so often, each time in another order; from
+                      // the second round on its id is "<id>/<round>", from 1
+  // "lm_eval_gpqa": options as lm-evaluation-harness cleans them: outer white space off, " [title]"
+  // becomes ". ", what stands in brackets on one line goes, two spaces become one.
+  std::string clean;
 };
 
 /// Whether the prompt becomes a user's turn of the model's chat template.
@@ -88,15 +92,15 @@ struct TaskSpec {
   GenerationLimits generation;
   std::vector<std::string> rules;  // of extraction (datasets/answer_rules.h): the first that finds
                                    // something decides
-  std::string compare;             // free answers: a math rule or "exact"; letters: empty
+  std::vector<std::string> compare;  // free answers: equal by any of these (answers_equal)
   NoAnswer no_answer = NoAnswer::kWrong;
   std::filesystem::path file;
   std::string definition;  // the resolved task as YAML, without path and selection of its data
   std::string sha256;      // of `definition`: two runs ask the same task only when it is equal
 };
 
-/// Reads a task file strictly; a bare name means eval_configs/tasks/NAME.yaml. Throws
-/// std::invalid_argument, `file:line:column: key: message`, for unknown keys, wrong values,
+/// Reads a task file strictly; a bare name (no slash, no .yaml) means eval_configs/tasks/NAME.yaml.
+/// Throws std::invalid_argument, `file:line:column: key: message`, for unknown keys, wrong values,
 /// templates that do not parse and rules that do not exist, and std::runtime_error for a file that
 /// cannot be read (naming the tasks that are there).
 TaskSpec load_task(const std::filesystem::path& file);

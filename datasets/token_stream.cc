@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "base/hash.h"
+#include "datasets/parquet.h"
 #include "datasets/pg19.h"
 
 namespace replayeval {
@@ -14,7 +15,8 @@ namespace {
 namespace fs = std::filesystem;
 
 std::vector<DocumentEntry> list_texts(const fs::path& path) {
-  if (fs::is_regular_file(path)) return {{path.stem().string(), path.stem().string(), path}};
+  if (fs::is_regular_file(path))
+    return {{path.stem().string(), path.stem().string(), path, nullptr, 0}};
   if (!fs::is_directory(path)) {
     throw std::runtime_error("data: " + path.string() +
                              ": no such file or folder; kind text takes a text file or a " +
@@ -24,7 +26,7 @@ std::vector<DocumentEntry> list_texts(const fs::path& path) {
   for (const auto& file : fs::directory_iterator(path)) {
     if (file.is_regular_file() && file.path().extension() == ".txt") {
       const std::string name = file.path().stem().string();
-      entries.push_back({name, name, file.path()});
+      entries.push_back({name, name, file.path(), nullptr, 0});
     }
   }
   if (entries.empty())
@@ -32,6 +34,11 @@ std::vector<DocumentEntry> list_texts(const fs::path& path) {
   std::sort(entries.begin(), entries.end(),
             [](const auto& a, const auto& b) { return a.id < b.id; });
   return entries;
+}
+
+// Where a document's text stands, for messages.
+std::string place_of(const DocumentEntry& entry) {
+  return entry.path.string() + (entry.table ? ", row " + std::to_string(entry.row) : "");
 }
 
 void check_request(const DataSource& source) {
@@ -108,9 +115,8 @@ LoadedDocuments load_joined(const DataSource& source, const Tokenizer& tokenizer
       joined.complete = false;
       continue;
     }
-    const std::string text = read_text(entries[i].path);
-    joined.complete =
-        append_text(tokenizer, text, entries[i].path.string(), budget, &joined.tokens);
+    const std::string text = read_document(entries[i]);
+    joined.complete = append_text(tokenizer, text, place_of(entries[i]), budget, &joined.tokens);
     texts += text;
     ++used;
   }
@@ -134,9 +140,9 @@ LoadedDocuments load_apart(const DataSource& source, const Tokenizer& tokenizer,
   const size_t wanted = source.documents ? static_cast<size_t>(*source.documents) : entries.size();
   for (const DocumentEntry& entry : entries) {
     if (loaded.documents.size() == wanted) break;
-    const std::string text = read_text(entry.path);
+    const std::string text = read_document(entry);
     Document document{entry.id, entry.title, sha256_hex(text), stream_of(entry.id), {}, false};
-    document.complete = append_text(tokenizer, text, entry.path.string(), budget, &document.tokens);
+    document.complete = append_text(tokenizer, text, place_of(entry), budget, &document.tokens);
     if (source.tokens && document.tokens.size() < budget) {
       loaded.skipped.push_back({entry.id, static_cast<int64_t>(document.tokens.size())});
     } else {
@@ -169,15 +175,12 @@ LoadedDocuments load_apart(const DataSource& source, const Tokenizer& tokenizer,
 
 }  // namespace
 
-std::string read_text(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw std::runtime_error(path.string() + ": cannot be read");
-  std::stringstream stream;
-  stream << file.rdbuf();
-  const std::string bytes = stream.str();
+namespace {
+
+// With LF line ends and without a byte order mark.
+std::string clean_text(const std::string& bytes, const std::string& place) {
   if (const size_t invalid = find_invalid_utf8(bytes); invalid != std::string::npos) {
-    throw std::runtime_error(path.string() + ": not UTF-8 at byte " + std::to_string(invalid) +
-                             " (value " +
+    throw std::runtime_error(place + ": not UTF-8 at byte " + std::to_string(invalid) + " (value " +
                              std::to_string(static_cast<unsigned char>(bytes[invalid])) +
                              "); convert the file to UTF-8");
   }
@@ -192,8 +195,23 @@ std::string read_text(const fs::path& path) {
       if (i + 1 < bytes.size() && bytes[i + 1] == '\n') ++i;
     }
   }
-  if (text.empty()) throw std::runtime_error(path.string() + ": the text is empty");
+  if (text.empty()) throw std::runtime_error(place + ": the text is empty");
   return text;
+}
+
+}  // namespace
+
+std::string read_text(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error(path.string() + ": cannot be read");
+  std::stringstream stream;
+  stream << file.rdbuf();
+  return clean_text(stream.str(), path.string());
+}
+
+std::string read_document(const DocumentEntry& entry) {
+  if (entry.table == nullptr) return read_text(entry.path);
+  return clean_text(text_of(entry.table->read("text", entry.row, 1).front()), place_of(entry));
 }
 
 std::vector<DocumentEntry> list_documents(const DataSource& source) {
@@ -210,8 +228,9 @@ LoadedDocuments load_documents(const DataSource& source, const Tokenizer& tokeni
                                        : load_apart(source, tokenizer, entries);
   loaded.description =
       source.path.string() +
-      (source.kind == DataSource::Kind::kPg19 ? " (PG-19 layout, split " + source.split + "): "
-                                              : ": ") +
+      (source.kind != DataSource::Kind::kPg19 ? ": "
+       : entries.front().table                ? " (PG-19 as Parquet, split " + source.split + "): "
+                                              : " (PG-19 layout, split " + source.split + "): ") +
       loaded.description;
   return loaded;
 }

@@ -1,9 +1,10 @@
-// Documents of tokens for teacher forcing: PG-19 in its on-disk layout, any text file, or a folder
-// of text files.
+// Documents of tokens for teacher forcing: PG-19 in its on-disk layout or as Parquet, any text
+// file, or a folder of text files.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,13 +13,15 @@
 
 namespace replayeval {
 
+class ParquetFile;
+
 /// The `data:` section of an experiment.
 struct DataSource {
   enum class Kind { kPg19, kText };
   Kind kind = Kind::kText;
-  std::filesystem::path
-      path;  // pg19: folder with metadata.csv; text: a file, or a folder of *.txt (sorted by name)
-  std::string split = "test";        // pg19: folder of the books: train, validation, test
+  std::filesystem::path path;  // pg19: folder with metadata.csv or Parquet; text: a file, or a
+                               // folder of *.txt (by name)
+  std::string split = "test";  // pg19: folder of the books: train, validation, test
   std::optional<int64_t> documents;  // the first n in order; absent with empty `ids`: all
   std::vector<std::string> ids;      // or these documents, in this order
   std::optional<int64_t> tokens;     // per document, bos included; absent: whole documents with eos
@@ -62,11 +65,17 @@ struct DocumentEntry {
   std::string id;
   std::string title;
   std::filesystem::path path;
+  // The text is a file of its own, or this row of the table's column `text`.
+  std::shared_ptr<const ParquetFile> table;
+  int64_t row = 0;
 };
 
 /// The documents of a source in order: those that exist (a PG-19 folder may hold a part of the
 /// split) and that `ids` names, if it does. Reads no text: for --dry-run. Throws as load_documents.
 std::vector<DocumentEntry> list_documents(const DataSource& source);
+
+/// The text of a document; as read_text.
+std::string read_document(const DocumentEntry& entry);
 
 /// A text file as UTF-8 with LF line ends; a leading byte order mark is dropped. Throws
 /// std::runtime_error when it cannot be read, is empty, or is not UTF-8 (naming the byte offset).

@@ -301,10 +301,10 @@ TEST_CASE("csv") {
   CHECK(parse_csv("", "f.csv").empty());
   CHECK_THROWS_WITH_AS(
       parse_csv("a\nb,\"c\nd", "f.csv"),
-      doctest::Contains("f.csv:2: row 2, cell 2: the quote that opens here never closes"),
+      doctest::Contains("f.csv:2: row 2: line 2, cell 2: the quote that opens here never closes"),
       std::runtime_error);
   CHECK_THROWS_WITH_AS(parse_csv("\"a\"b", "f.csv"),
-                       doctest::Contains("f.csv:1: row 1, cell 1: text follows"),
+                       doctest::Contains("f.csv:1: row 1: line 1, cell 1: text follows"),
                        std::runtime_error);
 }
 
