@@ -1,6 +1,8 @@
 #include "reports/compare.h"
 
 #include <algorithm>
+#include <boost/math/distributions/binomial.hpp>
+#include <boost/math/distributions/normal.hpp>
 #include <cinttypes>
 #include <cmath>
 #include <cstdio>
@@ -309,12 +311,16 @@ double metric_value(const std::string& metric, const std::vector<Range>& ranges,
 struct PairedAnswers {
   BlockSums sums;  // columns: correct of a, correct of b, count; one document an item
   int64_t items = 0;
+  int64_t answers = 0;
   int64_t lost = 0, gained = 0;  // of answers
+  int64_t alone = 0;             // answers that one side alone has
+  int64_t correct = 0;           // of the candidate
   double chance = 0;             // percent, of items with options
 };
 
-/// Answers of the same item and repeat on both sides. Throws when the task is missing, or answers
-/// of it on either side.
+/// Answers of the same item and repeat on both sides. For a limit of a gate it throws when the task
+/// or an answer is missing on either side; for a table (empty `limit`) such answers are left out
+/// and counted.
 PairedAnswers paired_answers(const Series& a, const Series& b, const std::string& task,
                              const std::string& limit) {
   using Key = std::pair<std::string, int32_t>;
@@ -324,7 +330,7 @@ PairedAnswers paired_answers(const Series& a, const Series& b, const std::string
       const ItemInfo& item = side.report->items.at(static_cast<size_t>(answer.item));
       if (task.empty() || item.task == task) found[{item_key(item), answer.repeat}] = &answer;
     }
-    if (found.empty()) {
+    if (found.empty() && !limit.empty()) {
       throw std::invalid_argument("compare: " + limit + ": the " + name +
                                   " run has no answers of " +
                                   (task.empty() ? "any task" : "task '" + task + "'") +
@@ -341,6 +347,8 @@ PairedAnswers paired_answers(const Series& a, const Series& b, const std::string
   for (const auto& [key, answer] : base) {
     auto other = candidate.find(key);
     if (other == candidate.end()) {
+      ++out.alone;
+      if (limit.empty()) continue;
       throw std::invalid_argument("compare: " + limit + ": the candidate run has no answer to " +
                                   key.first + ", repeat " + std::to_string(key.second) +
                                   ", by state " + b.state->info.name);
@@ -355,10 +363,13 @@ PairedAnswers paired_answers(const Series& a, const Series& b, const std::string
     sums[0] += answer->correct ? 1 : 0;
     sums[1] += other->second->correct ? 1 : 0;
     sums[2] += 1;
+    out.answers += 1;
+    out.correct += other->second->correct ? 1 : 0;
     out.lost += answer->correct && !other->second->correct ? 1 : 0;
     out.gained += !answer->correct && other->second->correct ? 1 : 0;
   }
-  if (candidate.size() > base.size()) {
+  out.alone += static_cast<int64_t>(candidate.size()) - out.answers;
+  if (candidate.size() > base.size() && !limit.empty()) {
     throw std::invalid_argument("gate: limit '" + limit + "': the candidate run has " +
                                 std::to_string(candidate.size()) + " answers, the base run " +
                                 std::to_string(base.size()));
@@ -443,6 +454,66 @@ void judge(const Gate& gate, const StatisticsOptions& options, const Evidence& e
   }
 }
 
+/// P values of a limit on accuracy that hold for few answers and few differences too, where a
+/// bootstrap knows too little spread, or none. Of items answered several times only in the latter
+/// case: then all answers to an item agree in what they say, and each item counts once.
+///   Against a constant: the binomial distribution at the bound.
+///   Against a reference with factor 1: the score test of a difference of paired shares (Tango,
+///   Statistics in Medicine 17, 1998). Of n answers b are lost and c gained; at the bound the true
+///   difference is o. z = ((c - b) / n - o) / sqrt((2 q + o - o^2) / n) with q the likeliest share
+///   of lost answers given o, the larger root of 2 n q^2 - (b + c - o (2 n + b - c)) q - b o (1 -
+///   o) = 0. For o = 0 this is McNemar's test.
+void judge_counts(const Gate& gate, const PairedAnswers& answers, LimitResult* out) {
+  const Limit& limit = out->limit;
+  const bool repeated = answers.items != answers.answers;
+  if (repeated && out->standard_error != 0) return;
+  const auto n = static_cast<double>(answers.items);
+  const double scale = n / static_cast<double>(answers.answers);
+  double variance = 0;  // of the difference, in shares
+  if (limit.factor == 0) {
+    const double bound = limit.offset / 100;
+    if (!(bound > 0 && bound < 1)) return;
+    const boost::math::binomial right(n, bound);
+    const double k = std::round(scale * static_cast<double>(answers.correct));
+    const double at_most = boost::math::cdf(right, k);
+    const double at_least = k == 0 ? 1 : boost::math::cdf(boost::math::complement(right, k - 1));
+    out->p_exceeds = limit.at_most ? at_least : at_most;
+    out->p_keeps = limit.at_most ? at_most : at_least;
+    variance = bound * (1 - bound) / n;
+  } else if (limit.factor == 1 && std::fabs(limit.offset) < 100) {
+    const double o = limit.offset / 100;
+    const double b = scale * static_cast<double>(answers.lost);
+    const double c = scale * static_cast<double>(answers.gained);
+    const double half = b + c - o * (2 * n + b - c);
+    const double root = std::max(0.0, half * half + 8 * n * b * o * (1 - o));
+    const double q = (half + std::sqrt(root)) / (4 * n);
+    variance = std::max(0.0, 2 * q + o - o * o) / n;
+    const double over = (c - b) / n - o;
+    // Nothing differs and nothing may: no difference is shown, nor that there is none.
+    double below = 1, above = 1;
+    if (variance > 0) {
+      const boost::math::normal normal;
+      below = boost::math::cdf(normal, over / std::sqrt(variance));
+      above = boost::math::cdf(boost::math::complement(normal, over / std::sqrt(variance)));
+    } else if (over != 0) {
+      below = over < 0 ? 0 : 1;
+      above = over > 0 ? 0 : 1;
+    }
+    out->p_exceeds = limit.at_most ? above : below;
+    out->p_keeps = limit.at_most ? below : above;
+  } else {
+    return;
+  }
+  if (out->standard_error > 0 || variance == 0) return;
+  out->standard_error = 100 * std::sqrt(variance);
+  const boost::math::normal normal;
+  const double reach =
+      boost::math::quantile(normal, 1 - gate.alpha) + boost::math::quantile(normal, gate.power);
+  out->least_detectable = reach * out->standard_error;
+  const double ratio = out->least_detectable / std::fabs(out->loss);
+  out->count_to_decide = std::ceil(n * ratio * ratio);
+}
+
 LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& base,
                            const Report& candidate, const std::vector<Pair>& pairs,
                            const StatisticsOptions& options) {
@@ -476,15 +547,16 @@ LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& b
   if (metric == "perplexity") lowest = 1;
   double chance = kNaN;
   if (metric == "accuracy") {
-    PairedAnswers answers = paired_answers(a, b, limit.metric.task, limit.text);
+    const PairedAnswers answers = paired_answers(a, b, limit.metric.task, limit.text);
     out.unit = "items";
     out.count = answers.items;
     chance = answers.chance;
-    evidence.sums = std::move(answers.sums);
+    evidence.sums = answers.sums;
     evidence.values = [](std::span<const double> t) {
       return std::pair(100 * t[1] / t[2], 100 * t[0] / t[2]);
     };
     judge(gate, options, evidence, &out);
+    judge_counts(gate, answers, &out);
     if (limit.against_base || limit.against) {
       out.warnings.push_back(
           format("lost %" PRId64 ", gained %" PRId64 " answers, exact McNemar p = %.3g",
@@ -700,7 +772,12 @@ Table answer_table(const Report& base, const Report& candidate, const std::vecto
     const Series b{&candidate, &candidate.states[static_cast<size_t>(pair.candidate)]};
     if (a.state->answers.empty() || b.state->answers.empty()) continue;
     for (const std::string& task : tasks) {
-      const PairedAnswers answers = paired_answers(a, b, task, "accuracy." + task);
+      const PairedAnswers answers = paired_answers(a, b, task, "");
+      if (answers.alone > 0) {
+        table.notes.push_back(pair.name + ", " + task + ": " + std::to_string(answers.alone) +
+                              " answers that one run alone has are left out");
+      }
+      if (answers.items == 0) continue;
       const Bootstrap draws = bootstrap(
           answers.sums, 3,
           [](std::span<const double> t, std::span<double> out) {
