@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/gdn_checks.h"
 #include "kernels/gdn_simd.h"
 #include "kernels/replay.h"
 
@@ -779,18 +780,6 @@ void run(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInp
   }
 }
 
-void check_layer(const GdnLayer& layer) {
-  if (layer.key_heads < 1 || layer.value_heads < 1 || layer.value_heads % layer.key_heads != 0) {
-    throw std::invalid_argument("gdn: value_heads is " + std::to_string(layer.value_heads) +
-                                ", expected a positive multiple of key_heads " +
-                                std::to_string(layer.key_heads));
-  }
-  if (layer.key_dim < 1 || layer.value_dim < 1) {
-    throw std::invalid_argument("gdn: key_dim, value_dim are " + std::to_string(layer.key_dim) +
-                                ", " + std::to_string(layer.value_dim) + ", expected at least 1");
-  }
-}
-
 /// A scale given in advance must be there for every head that uses it.
 void check_scales(const GdnLayer& layer, std::span<const StateRow> rows) {
   for (const StateRow& row : rows) {
@@ -802,7 +791,31 @@ void check_scales(const GdnLayer& layer, std::span<const StateRow> rows) {
   }
 }
 
-void check_inputs(std::span<const GdnInputs> inputs, bool queries) {
+void walk_rows(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInputs> inputs,
+               const Spans& spans, KernelForm form) {
+  if (form == KernelForm::reference) {
+    run<ReferenceWalk>(layer, rows, inputs, spans, true);
+  } else {
+    const bool single = rows.size() * layer.key_heads < static_cast<size_t>(omp_get_max_threads());
+    run<FastWalk>(layer, rows, inputs, spans, single);
+  }
+}
+
+}  // namespace
+
+void check_gdn_layer(const GdnLayer& layer) {
+  if (layer.key_heads < 1 || layer.value_heads < 1 || layer.value_heads % layer.key_heads != 0) {
+    throw std::invalid_argument("gdn: value_heads is " + std::to_string(layer.value_heads) +
+                                ", expected a positive multiple of key_heads " +
+                                std::to_string(layer.key_heads));
+  }
+  if (layer.key_dim < 1 || layer.value_dim < 1) {
+    throw std::invalid_argument("gdn: key_dim, value_dim are " + std::to_string(layer.key_dim) +
+                                ", " + std::to_string(layer.value_dim) + ", expected at least 1");
+  }
+}
+
+void check_gdn_inputs(std::span<const GdnInputs> inputs, bool queries) {
   for (size_t i = 0; i < inputs.size(); ++i) {
     const GdnInputs& in = inputs[i];
     const std::string place = "gdn: row " + std::to_string(i) + ": ";
@@ -824,24 +837,12 @@ void check_inputs(std::span<const GdnInputs> inputs, bool queries) {
   }
 }
 
-void walk_rows(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInputs> inputs,
-               const Spans& spans, KernelForm form) {
-  if (form == KernelForm::reference) {
-    run<ReferenceWalk>(layer, rows, inputs, spans, true);
-  } else {
-    const bool single = rows.size() * layer.key_heads < static_cast<size_t>(omp_get_max_threads());
-    run<FastWalk>(layer, rows, inputs, spans, single);
-  }
-}
-
-}  // namespace
-
 void gdn_advance(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInputs> inputs,
                  AdvanceMode mode, KernelForm form) {
-  check_layer(layer);
+  check_gdn_layer(layer);
   check_rows("gdn", rows, inputs.size(), layer.value_heads, state_shape(layer));
   check_scales(layer, rows);
-  check_inputs(inputs, true);
+  check_gdn_inputs(inputs, true);
   Spans spans(rows.size());
   std::vector<std::vector<int>> pending_after(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
@@ -860,7 +861,7 @@ void gdn_advance(const GdnLayer& layer, std::span<StateRow> rows, std::span<cons
 
 void gdn_flush(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInputs> inputs,
                KernelForm form) {
-  check_layer(layer);
+  check_gdn_layer(layer);
   check_rows("gdn", rows, inputs.size(), layer.value_heads, state_shape(layer));
   check_scales(layer, rows);
   Spans spans(rows.size());
@@ -870,7 +871,7 @@ void gdn_flush(const GdnLayer& layer, std::span<StateRow> rows, std::span<const 
       spans[r].push_back(flush_spans(rows[r].pending[p]));
       any = any || !spans[r].back().empty();
     }
-    if (any) check_inputs(inputs.subspan(r, 1), false);
+    if (any) check_gdn_inputs(inputs.subspan(r, 1), false);
   }
   walk_rows(layer, rows, inputs, spans, form);
   for (StateRow& row : rows) std::fill_n(row.pending, row.plans.size(), 0);

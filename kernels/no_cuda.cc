@@ -1,6 +1,7 @@
 // What the CUDA functions of this folder are without CUDA.
 #include <stdexcept>
 
+#include "kernels/gdn_cuda.h"
 #include "kernels/mamba2_cuda.h"
 
 namespace replayeval {
@@ -19,6 +20,14 @@ void mamba2_advance_cuda(const Mamba2Layer&, std::span<StateRow>, std::span<cons
 }
 void mamba2_flush_cuda(const Mamba2Layer&, std::span<StateRow>, std::span<const Mamba2Inputs>,
                        CudaStream) {
+  refuse();
+}
+
+void gdn_advance_cuda(const GdnLayer&, std::span<StateRow>, std::span<const GdnInputs>, AdvanceMode,
+                      CudaStream) {
+  refuse();
+}
+void gdn_flush_cuda(const GdnLayer&, std::span<StateRow>, std::span<const GdnInputs>, CudaStream) {
   refuse();
 }
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
+#include <cmath>
 #include <span>
 #include <vector>
 
