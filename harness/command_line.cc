@@ -17,6 +17,7 @@
 #include "harness/check_quant.h"
 #include "harness/experiment.h"
 #include "harness/fold_stability.h"
+#include "harness/grade_command.h"
 #include "harness/metrics.h"
 #include "harness/progress.h"
 #include "harness/report_command.h"
@@ -26,13 +27,9 @@
 #include "models/random_checkpoint.h"
 #include "quant/quantize.h"
 #include "quant/state_format.h"
-#include "reports/attribution.h"
 #include "reports/compare.h"
 #include "reports/files.h"
-#include "reports/health_tables.h"
 #include "reports/run_folder.h"
-#include "reports/statistics.h"
-#include "reports/tables.h"
 
 namespace replayeval {
 namespace {
@@ -100,22 +97,9 @@ int run(RunArguments arguments) {
 // show
 // ---------------------------------------------------------------------------------------------------------------
 
-enum class ShowAs { text, csv, json };
-
-int show(const std::vector<std::string>& runs, ShowAs as, bool health) {
-  const Report report = read_runs(runs);
-  const KlStatistics statistics = kl_statistics(report);
-  const std::string text = as == ShowAs::csv    ? kl_csv(report, statistics)
-                           : as == ShowAs::json ? kl_json(report, statistics)
-                                                : kl_text(report, statistics);
+int show(const ShowOptions& options) {
+  const std::string text = show_runs(options);
   std::printf("%s%s", text.c_str(), text.ends_with('\n') ? "" : "\n");
-  if (as == ShowAs::text && health) {
-    for (const Table& table : health_tables(report)) std::printf("\n%s", as_text(table).c_str());
-  }
-  if (as == ShowAs::text) {
-    for (const Table& table : attribution_tables(report, statistics))
-      std::printf("\n%s", as_text(table).c_str());
-  }
   return 0;
 }
 
@@ -295,9 +279,6 @@ int check_grader_command(const std::string& file) {
   return agrees && report.unknown_rows == 0 ? 0 : 1;
 }
 
-/// Commands of DESIGN.md section 5 that come later.
-constexpr const char* kLater[] = {"grade"};
-
 int parse_and_run(int argc, const char* const* argv) {
   CLI::App app(
       "How far does a hybrid state-space model move when its recurrent state is stored in low "
@@ -327,21 +308,16 @@ int parse_and_run(int argc, const char* const* argv) {
                           "i/n: this is process i of n on one run folder");
   run_command->callback([&] { result = run(run_arguments); });
 
-  std::vector<std::string> show_runs;
-  bool show_csv = false, show_json = false, show_health = false;
+  ShowOptions show_options;
   CLI::App* show_command = app.add_subcommand("show", "tables of finished and unfinished runs");
-  show_command->add_option("runs", show_runs, "run folders or report.h5 files")->required();
-  CLI::Option* csv_option =
-      show_command->add_flag("--csv", show_csv, "a line for each state and position bin");
-  show_command->add_flag("--json", show_json, "everything as JSON")->excludes(csv_option);
-  show_command->add_flag("--health", show_health, "also the state health of every layer");
-  show_command->callback([&] {
-    result = show(show_runs,
-                  show_csv    ? ShowAs::csv
-                  : show_json ? ShowAs::json
-                              : ShowAs::text,
-                  show_health);
-  });
+  show_command->add_option("runs", show_options.runs, "run folders or report.h5 files")->required();
+  CLI::Option* csv_option = show_command->add_flag(
+      "--csv", show_options.csv, "a line for each state and position bin, or group of answers");
+  show_command->add_flag("--json", show_options.json, "everything as JSON")->excludes(csv_option);
+  show_command->add_flag("--health", show_options.health, "also the state health of every layer");
+  show_command->add_flag("--flips", show_options.flips,
+                         "also the answers that a state turned from right to wrong");
+  show_command->callback([&] { result = show(show_options); });
 
   ReportOptions report_options;
   CLI::App* report_app =
@@ -375,6 +351,39 @@ int parse_and_run(int argc, const char* const* argv) {
   compare_app->add_option("--markdown", compare_arguments.markdown,
                           "also write Markdown to this file");
   compare_app->callback([&] { result = compare_command(compare_arguments); });
+
+  GradeOptions grade_options;
+  std::vector<std::string> grade_allow;
+  CLI::App* grade_app =
+      app.add_subcommand("grade", "grade answers of other programs, or stored ones again");
+  grade_app->add_option("run", grade_options.run, "run folder or report.h5 to grade again");
+  grade_app
+      ->add_option("--import", grade_options.imports,
+                   "JSON lines of answers: logged samples of lm-evaluation-harness, or id, text, "
+                   "finish_reason, tokens (repeatable, each with its --state)")
+      ->allow_extra_args(false);
+  grade_app
+      ->add_option("--state", grade_options.states, "name of what gave these answers (repeatable)")
+      ->allow_extra_args(false);
+  grade_app->add_option("--task", grade_options.tasks, "task file or name (repeatable for a run)")
+      ->allow_extra_args(false);
+  grade_app->add_option("--data", grade_options.data, "file or folder of the task's data");
+  grade_app->add_option("--model", grade_options.model,
+                        "folder or hub name, for its chat template where the task uses one");
+  grade_app->add_option("--label", grade_options.label,
+                        "what the report calls the model of imported answers");
+  grade_app->add_option("--baseline", grade_options.baseline,
+                        "state that the others are compared with, the first unless given");
+  grade_app->add_option("--seed", grade_options.seed, "of option orders, 1 unless given");
+  grade_app->add_option("--allow", grade_allow, "prompts: take answers to other prompts too")
+      ->check(CLI::IsMember({"prompts"}))
+      ->allow_extra_args(false);
+  grade_app->add_option("-o,--output", grade_options.out, "report to write");
+  grade_app->callback([&] {
+    grade_options.allow_prompts = !grade_allow.empty();
+    std::printf("%s", grade_answers(grade_options).c_str());
+    result = 0;
+  });
 
   BenchOptions bench_options;
   std::string bench_model, bench_data;
@@ -509,9 +518,6 @@ int parse_and_run(int argc, const char* const* argv) {
 
   if (argc > 1 && argv[1][0] != '-') {
     const std::string command = argv[1];
-    if (std::ranges::find(kLater, command) != std::end(kLater)) {
-      reject(command + ": not available in this version; `replayeval --help` lists the commands");
-    }
     std::string known;
     bool found = false;
     for (const CLI::App* subcommand : app.get_subcommands([](CLI::App*) { return true; })) {

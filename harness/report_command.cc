@@ -5,12 +5,18 @@
 #include <filesystem>
 #include <stdexcept>
 
+#include "reports/answer_statistics.h"
+#include "reports/answer_tables.h"
+#include "reports/attribution.h"
 #include "reports/compare.h"
 #include "reports/export.h"
 #include "reports/files.h"
+#include "reports/flips.h"
+#include "reports/health_tables.h"
 #include "reports/html.h"
 #include "reports/run_folder.h"
 #include "reports/statistics.h"
+#include "reports/tables.h"
 
 namespace replayeval {
 namespace {
@@ -21,7 +27,9 @@ void refresh_report(const fs::path& path) {
   if (!RunFolder::holds_run(path)) return;
   const RunFolder folder = RunFolder::open_read_only(path);
   for (const std::string& note : folder.notes()) std::fprintf(stderr, "%s\n", note.c_str());
-  if (folder.missing().empty() && fs::exists(path / "report.h5")) return;
+  if (folder.missing().empty() && folder.missing_answers().empty() &&
+      fs::exists(path / "report.h5"))
+    return;
   try {
     folder.assemble();
   } catch (const std::runtime_error& error) {
@@ -52,6 +60,55 @@ Report read_runs(const std::vector<std::string>& runs) {
   std::vector<Report> reports;
   for (const std::string& run : runs) reports.push_back(read_run(run));
   return reports.size() == 1 ? std::move(reports[0]) : merge_reports(reports);
+}
+
+std::string show_runs(const ShowOptions& options) {
+  std::vector<Report> answered, measured;
+  for (const std::string& run : options.runs) {
+    Report report = read_run(run);
+    (report.items.empty() ? measured : answered).push_back(std::move(report));
+  }
+  auto joined = [](std::vector<Report>& reports) {
+    return reports.size() == 1 ? std::move(reports[0]) : merge_reports(reports);
+  };
+  if (options.flips && answered.empty())
+    throw std::invalid_argument("show: --flips: none of the runs has graded answers");
+  if (options.csv && !options.flips && !answered.empty() && !measured.empty())
+    throw std::invalid_argument(
+        "show: --csv: expected runs of one kind, got graded answers and KL; show them apart");
+  std::string text;
+  std::optional<Report> kl;
+  if (!measured.empty()) kl = joined(measured);
+  if (!answered.empty()) {
+    const Report report = joined(answered);
+    const AnswerStatistics statistics = answer_statistics(report);
+    // A report may hold KL beside answers.
+    const Report* with_kl = kl ? &*kl : report.documents.empty() ? nullptr : &report;
+    std::vector<Flip> flips;
+    if (options.flips) flips = find_flips(report, with_kl);
+    if (options.csv)
+      return options.flips ? flips_csv(report, flips) : answer_csv(report, statistics);
+    if (options.json) {
+      text = answer_json(report, statistics, options.flips ? flips_json(report, flips) : "");
+      if (!kl) return text;
+      text.pop_back();
+      return "[" + text + ",\n" + kl_json(*kl, kl_statistics(*kl)) + "]\n";
+    }
+    text = answer_text(report, statistics);
+    if (options.flips) text += "\n" + as_text(flips_table(report, flips, true));
+    if (!kl && !report.documents.empty()) text += "\n" + kl_text(report, kl_statistics(report));
+  }
+  if (!kl) return text;
+  const KlStatistics statistics = kl_statistics(*kl);
+  if (options.csv) return kl_csv(*kl, statistics);
+  if (options.json) return kl_json(*kl, statistics);
+  if (!text.empty()) text += "\n";
+  text += kl_text(*kl, statistics);
+  if (options.health) {
+    for (const Table& table : health_tables(*kl)) text += "\n" + as_text(table);
+  }
+  for (const Table& table : attribution_tables(*kl, statistics)) text += "\n" + as_text(table);
+  return text;
 }
 
 int report_command(const ReportOptions& options) {
