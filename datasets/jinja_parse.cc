@@ -579,7 +579,7 @@ class ExpressionParser {
       case Token::Kind::kInteger: {
         int64_t value = 0;
         const char* const end = token.text.data() + token.text.size();
-        if (std::from_chars(token.text.data(), end, value).ptr != end)
+        if (std::from_chars(token.text.data(), end, value).ec != std::errc())
           fail("expected a number of 64 bits");
         made = constant(value);
         advance();

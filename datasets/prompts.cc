@@ -116,6 +116,45 @@ class PromptWriter {
   std::map<std::string, Opening> openings_;
 };
 
+// Whether a prompt has fewer tokens than ShotSource::prompt_tokens.
+class TokenLimit {
+ public:
+  TokenLimit(int64_t limit, const Tokenizer* tokenizer, bool bos)
+      : limit_(static_cast<size_t>(limit)), tokenizer_(limit == 0 ? nullptr : tokenizer) {
+    bos_ = tokenizer_ != nullptr && bos && tokenizer_->bos_id() ? 1 : 0;
+  }
+
+  /// The first `shared` bytes are those of many prompts. Only prompts near the limit are tokenized
+  /// as a whole: elsewhere the tokens of both parts are added up, which is off by no more than the
+  /// tokens at the border between them.
+  bool keeps(const std::string& prompt, size_t shared) {
+    constexpr size_t kBorder = 64;
+    // A token has at least one byte, but for one that a tokenizer may put before the text.
+    if (tokenizer_ == nullptr || prompt.size() + bos_ + 1 < limit_) return true;
+    if (shared > 0) {
+      const size_t before = bos_ + shared_tokens(prompt.substr(0, shared));
+      if (before + prompt.size() - shared + kBorder < limit_) return true;
+      const size_t parts =
+          before + tokenizer_->encode(std::string_view(prompt).substr(shared)).size();
+      if (parts + kBorder < limit_) return true;
+      if (parts > limit_ + kBorder) return false;
+    }
+    return tokenizer_->encode(prompt, limit_).size() + bos_ < limit_;
+  }
+
+ private:
+  size_t shared_tokens(const std::string& text) {
+    const auto known = counts_.find(text);
+    if (known != counts_.end()) return known->second;
+    return counts_.emplace(text, tokenizer_->encode(text).size()).first->second;
+  }
+
+  size_t limit_;
+  const Tokenizer* tokenizer_;
+  size_t bos_ = 0;
+  std::map<std::string, size_t> counts_;
+};
+
 // The option orders of a task.
 class Orders {
  public:
@@ -247,15 +286,7 @@ PromptSet load_prompts(const TaskSpec& task, uint64_t seed, const ChatTemplate* 
     messages.push_back({"user", text});
     return chat->render(messages, true, task.chat.variables);
   };
-  // Whether a prompt has fewer tokens than shots may bring it to.
-  const auto short_enough = [&](const std::string& prompt) {
-    const auto limit = static_cast<size_t>(task.prompt.shots.prompt_tokens);
-    const size_t bos = set.add_bos && tokenizer->bos_id() ? 1 : 0;
-    // A token has at least one byte, but for what a tokenizer puts before the text.
-    if (prompt.size() + bos + 1 < limit) return true;
-    return tokenizer->encode(prompt, limit).size() + bos < limit;
-  };
-
+  TokenLimit limit(task.prompt.shots.prompt_tokens, tokenizer, set.add_bos);
   size_t fewer_shots = 0;
   set.items.reserve(items.items.size() * static_cast<size_t>(task.options.rounds));
   for (int round = 0; round < task.options.rounds; ++round) {
@@ -272,17 +303,15 @@ PromptSet load_prompts(const TaskSpec& task, uint64_t seed, const ChatTemplate* 
       const Opening& opening = writer.opening(item);
       const std::string question = writer.question(prompted.item);
       size_t shots = opening.shots.size();
-      std::string before = opening.text(shots);
-      prompted.prompt = through_chat(before + question);
-      while (shots > 0 && tokenizer != nullptr && task.prompt.shots.prompt_tokens > 0 &&
-             !short_enough(prompted.prompt)) {
-        before = opening.text(--shots);
+      while (true) {
+        const std::string before = opening.text(shots);
         prompted.prompt = through_chat(before + question);
+        const size_t at = before.empty() ? std::string::npos : prompted.prompt.find(before);
+        prompted.shared_bytes = at == std::string::npos ? 0 : at + before.size();
+        if (shots == 0 || limit.keeps(prompted.prompt, prompted.shared_bytes)) break;
+        --shots;
       }
       fewer_shots += shots < opening.shots.size();
-      if (const size_t at = prompted.prompt.find(before);
-          !before.empty() && at != std::string::npos)
-        prompted.shared_bytes = at + before.size();
       prompted.prompt_sha256 = sha256_hex(prompted.prompt);
       set.items.push_back(std::move(prompted));
     }
