@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "datasets/grade_check.h"
+#include "datasets/task.h"
 #include "datasets/tokenizer.h"
 #include "harness/bench.h"
 #include "harness/build_info.h"
@@ -21,6 +22,7 @@
 #include "harness/metrics.h"
 #include "harness/progress.h"
 #include "harness/report_command.h"
+#include "harness/score.h"
 #include "harness/show_format.h"
 #include "harness/teacher_forced.h"
 #include "models/hub.h"
@@ -90,7 +92,8 @@ int run(RunArguments arguments) {
     arguments.options.shards = shards;
   }
   install_stop_signals();
-  return run_teacher_forced(experiment, arguments.options);
+  return experiment.job == "score" ? run_score(experiment, arguments.options)
+                                   : run_teacher_forced(experiment, arguments.options);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -172,6 +175,13 @@ void list_families() {
   print_columns(rows);
 }
 
+void list_tasks_of(const fs::path& folder) {
+  std::vector<std::vector<std::string>> rows = {{"TASK", "VERSION", "DATA", "WHAT"}};
+  for (const TaskListing& task : list_tasks(folder))
+    rows.push_back({task.name, std::to_string(task.version), task.data, task.about});
+  print_columns(rows);
+}
+
 void list_metrics() {
   std::vector<std::vector<std::string>> rows = {{"METRIC", "UNIT", "WHAT"}};
   for (const MetricInfo& metric : metric_infos()) {
@@ -206,7 +216,7 @@ int list(const std::string& what) {
   } else if (what == "keys") {
     list_keys();
   } else if (what == "tasks") {
-    reject("list tasks: tasks are not available in this version");
+    list_tasks_of("eval_configs/tasks");
   } else {
     reject("list: expected formats, families, tasks, metrics or keys, got '" + what + "'");
   }

@@ -60,6 +60,13 @@ std::string describe(const YAML::Node& node) {
   return "nothing";
 }
 
+/// The shortest text that reads back as the number.
+std::string number_text(double value) {
+  char text[32];
+  const auto [end, error] = std::to_chars(text, text + sizeof text, value);
+  return error == std::errc() ? std::string(text, end) : std::string();
+}
+
 std::string read_text_value(const YAML::Node& node) {
   if (!node.IsScalar() || node.Scalar().empty()) reject("expected a text, got " + describe(node));
   return node.Scalar();
@@ -82,6 +89,18 @@ Integer read_integer(const YAML::Node& node, Integer least,
            ", got " + describe(node));
   }
   return *value;
+}
+
+double read_number(const YAML::Node& node, double least, double most) {
+  double value = 0;
+  const std::string text = node.IsScalar() ? node.Scalar() : "";
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (text.empty() || error != std::errc() || end != text.data() + text.size() ||
+      !(value >= least && value <= most)) {
+    reject("expected a number from " + number_text(least) + " to " + number_text(most) + ", got " +
+           describe(node));
+  }
+  return value;
 }
 
 bool read_boolean(const YAML::Node& node) {
@@ -295,6 +314,105 @@ void read_data_path(Experiment& e, const Entry& entry) {
   e.data.path = expand_home(read_text_value(entry.node));
 }
 
+/// One setting of how answers are drawn; false when `name` is none.
+bool read_draw_setting(std::string_view name, const YAML::Node& node, DrawSettings* draw) {
+  if (name == "max_tokens") {
+    draw->max_tokens = read_integer<int64_t>(node, 1);
+  } else if (name == "temperature") {
+    draw->temperature = read_number(node, 0, 1e6);
+  } else if (name == "top_p") {
+    draw->top_p = read_number(node, 0, 1);
+    if (*draw->top_p == 0) reject("expected a number above 0, got 0");
+  } else if (name == "top_k") {
+    draw->top_k = read_integer<int>(node, 0);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+std::string write_draw_setting(std::string_view name, const DrawSettings& draw) {
+  if (name == "max_tokens") return draw.max_tokens ? std::to_string(*draw.max_tokens) : "";
+  if (name == "top_k") return draw.top_k ? std::to_string(*draw.top_k) : "";
+  const std::optional<double>& value = name == "top_p" ? draw.top_p : draw.temperature;
+  return value ? number_text(*value) : "";
+}
+
+constexpr std::string_view kDrawSettings[] = {"max_tokens", "temperature", "top_p", "top_k"};
+
+TaskRequest read_task(const Entry& entry, const YAML::Node& node) {
+  TaskRequest task;
+  if (node.IsScalar() && !node.Scalar().empty()) {
+    task.task = node.Scalar();
+    return task;
+  }
+  static constexpr std::string_view kNames[] = {
+      "task",       "path",        "split",        "level", "items", "ids",
+      "max_tokens", "temperature", "per_category", "top_p", "top_k"};
+  if (!node.IsMap()) {
+    reject_at(entry, node, "expected a task's name or file, or a map, got " + describe(node));
+  }
+  std::vector<std::string> seen;
+  for (const auto& item : node) {
+    const std::string name = item.first.IsScalar() ? item.first.Scalar() : "";
+    const YAML::Node& value = item.second;
+    if (std::ranges::find(seen, name) != seen.end())
+      reject_at(entry, item.first, in_quotes(name) + " is given twice");
+    seen.push_back(name);
+    try {
+      if (name == "task") {
+        task.task = read_text_value(value);
+      } else if (name == "path") {
+        task.path = expand_home(read_text_value(value));
+      } else if (name == "split") {
+        task.split = read_text_value(value);
+      } else if (name == "level") {
+        task.level = read_integer<int>(value, 1, 5);
+      } else if (name == "items") {
+        task.items = read_integer<int64_t>(value, 1);
+      } else if (name == "per_category") {
+        task.per_category = read_integer<int64_t>(value, 1);
+      } else if (name == "ids") {
+        for (const YAML::Node& id : items_of(value)) task.ids.push_back(read_text_value(id));
+        if (task.ids.empty()) reject("expected at least one id, got an empty list");
+      } else if (!read_draw_setting(name, value, &task.draw)) {
+        const std::string near = nearest_name(name, kNames);
+        reject(near.empty() ? "unknown key; expected task, path, split, level, items, "
+                              "per_category, ids, max_tokens, temperature, top_p or top_k"
+                            : "unknown key; the nearest known key is " + in_quotes(near));
+      }
+    } catch (const std::invalid_argument& error) {
+      reject_at(entry, value.IsNull() ? item.first : value, name + ": " + error.what());
+    }
+  }
+  if (task.task.empty()) reject_at(entry, node, "task: missing; expected a task's name or file");
+  return task;
+}
+
+void read_tasks(Experiment& e, const Entry& entry) {
+  e.tasks.clear();
+  for (const YAML::Node& node : items_of(entry.node)) e.tasks.push_back(read_task(entry, node));
+  if (e.tasks.empty()) reject("expected at least one task, got an empty list");
+}
+
+std::string write_tasks(const Experiment& e) {
+  return flow_list(e.tasks, [](const TaskRequest& task) {
+    std::string text = "{task: " + scalar(task.task);
+    const auto add = [&](std::string_view name, const std::string& value) {
+      if (!value.empty()) text += ", " + std::string(name) + ": " + value;
+    };
+    const auto number = [](const auto& value) { return value ? std::to_string(*value) : ""; };
+    add("path", task.path.empty() ? "" : scalar(task.path.string()));
+    add("split", task.split.empty() ? "" : scalar(task.split));
+    add("level", number(task.level));
+    add("items", number(task.items));
+    add("per_category", number(task.per_category));
+    add("ids", task.ids.empty() ? "" : flow_list(task.ids, scalar));
+    for (std::string_view name : kDrawSettings) add(name, write_draw_setting(name, task.draw));
+    return text + "}";
+  });
+}
+
 #define UNAVAILABLE(name, type, default_value, help, job) \
   KeyRule { {name, type, default_value, help, job, false, false}, nullptr, nullptr }
 
@@ -308,12 +426,21 @@ void read_data_path(Experiment& e, const Entry& entry) {
         [](const Experiment& e) { return std::string(name_of(e.state_options.member)); } \
   }
 
+/// Rule of a setting of how answers are drawn.
+#define DRAW_SETTING(member, type, help)                                        \
+  KeyRule {                                                                     \
+    {#member, type, "", help, "score", false, true},                            \
+        [](Experiment& e, const Entry& entry) {                                 \
+          read_draw_setting(#member, entry.node, &e.draw);                      \
+        },                                                                      \
+        [](const Experiment& e) { return write_draw_setting(#member, e.draw); } \
+  }
+
 const KeyRule kKeys[] = {
     {{"job", "kl | score", "", "what to do: drift over a text, or graded answers", "all", true,
       true},
      [](Experiment& e, const Entry& entry) {
        e.job = read_choice<std::string>(entry.node, {{"kl", "kl"}, {"score", "score"}});
-       if (e.job == "score") reject("'score' is not available in this version; expected kl");
      },
      [](const Experiment& e) { return e.job; }},
     {{"hub", "folder", "~/.cache/huggingface/hub",
@@ -345,25 +472,39 @@ const KeyRule kKeys[] = {
        return std::string(e.dt_clamp == DtClamp::forward ? "forward" : "none");
      }},
 
-    {{"data.kind", "pg19 | text", "text",
-      "PG-19's on-disk layout, or a text file or a folder of *.txt", "kl", false, true},
+    {{"data.kind", "pg19 | text | answers", "text",
+      "PG-19's on-disk layout, a text file or a folder of *.txt, or the answers of a score run",
+      "kl", false, true},
      [](Experiment& e, const Entry& entry) {
-       e.data.kind = read_choice<DataSource::Kind>(
-           entry.node, {{"pg19", DataSource::Kind::kPg19}, {"text", DataSource::Kind::kText}});
+       enum class Kind { pg19, text, answers };
+       const Kind kind = read_choice<Kind>(
+           entry.node, {{"pg19", Kind::pg19}, {"text", Kind::text}, {"answers", Kind::answers}});
+       e.data.kind = kind == Kind::pg19 ? DataSource::Kind::kPg19 : DataSource::Kind::kText;
+       e.data_answers = kind == Kind::answers;
      },
      [](const Experiment& e) {
-       return std::string(e.data.kind == DataSource::Kind::kPg19 ? "pg19" : "text");
+       return std::string(e.data_answers                           ? "answers"
+                          : e.data.kind == DataSource::Kind::kPg19 ? "pg19"
+                                                                   : "text");
      }},
     {{"data.path", "folder | file", "",
-      "pg19: folder with metadata.csv and <split>/<id>.txt; text: file or folder", "kl", true,
-      true},
+      "pg19: folder with metadata.csv and <split>/<id>.txt; text: file or folder; answers: "
+      "report.h5 or run folder",
+      "kl", true, true},
      read_data_path,
      [](const Experiment& e) { return scalar(e.data.path.string()); }},
+    {{"data.state", "state precision", "", "answers: whose; the baseline of that run unless given",
+      "kl", false, true},
+     [](Experiment& e, const Entry& entry) { e.data_state = read_text_value(entry.node); },
+     [](const Experiment& e) {
+       return e.data_state.empty() ? std::string() : scalar(e.data_state);
+     }},
     {{"data.split", "text", "test", "pg19: train, validation or test", "kl", false, true},
      [](Experiment& e, const Entry& entry) { e.data.split = read_text_value(entry.node); },
      [](const Experiment& e) { return scalar(e.data.split); }},
     {{"data.documents", "all | integer | list of ids", "all",
-      "the first n in metadata order that are long enough, or these", "kl", false, true},
+      "the first n in metadata order that are long enough, or these (answers: task/item/repeat)",
+      "kl", false, true},
      read_documents,
      write_documents},
     {{"data.tokens", "all | integer", "all", "tokens of each document, bos included", "kl", false,
@@ -500,8 +641,8 @@ const KeyRule kKeys[] = {
     {{"threads", "integer", "0", "threads of the CPU; 0: one a core", "all", false, true},
      [](Experiment& e, const Entry& entry) { e.threads = read_integer<int>(entry.node, 0, 4096); },
      [](const Experiment& e) { return std::to_string(e.threads); }},
-    {{"chunk_tokens", "integer", "256", "tokens that go through the model in one call", "kl", false,
-      true},
+    {{"chunk_tokens", "integer", "256",
+      "tokens that go through the model in one call; score: prompt tokens", "all", false, true},
      [](Experiment& e, const Entry& entry) {
        e.chunk_tokens = read_integer<int>(entry.node, 1, 1 << 20);
      },
@@ -513,7 +654,7 @@ const KeyRule kKeys[] = {
      },
      [](const Experiment& e) { return std::to_string(e.prompt_tokens); }},
     {{"prefill_chunk", "integer", "0",
-      "also encode and decode the state every this many prompt tokens; 0: never", "kl", false,
+      "also encode and decode the state every this many prompt tokens; 0: never", "all", false,
       true},
      [](Experiment& e, const Entry& entry) {
        e.prefill_chunk = read_integer<int64_t>(entry.node, 0);
@@ -546,18 +687,56 @@ const KeyRule kKeys[] = {
        return flow_list(e.dump_states, [](int64_t p) { return std::to_string(p); });
      }},
 
-    UNAVAILABLE("snapshot_tokens", "integer", "0",
-                "save the state every this many tokens, to resume inside a document; 0: never",
-                "kl"),
-    UNAVAILABLE("slots", "integer", "0", "sequences generated side by side; 0: chosen by memory",
-                "score"),
-    UNAVAILABLE("on_bad_item", "fail | skip", "fail", "what to do with an item that cannot be read",
-                "score"),
+    {{"snapshot_tokens", "integer", "0",
+      "save the state every this many tokens, so that --resume goes on inside a document; 0: only "
+      "when stopped by a signal",
+      "kl", false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.snapshot_tokens = read_integer<int64_t>(entry.node, 0);
+     },
+     [](const Experiment& e) { return std::to_string(e.snapshot_tokens); }},
+    {{"tasks", "list of tasks", "",
+      "names or files, or maps with task and some of path, split, level, items, per_category, ids, "
+      "max_tokens, temperature, top_p, top_k",
+      "score", true, true},
+     read_tasks,
+     write_tasks},
+    {{"repeats", "integer", "", "answers to each item; the tasks' unless given", "score", false,
+      true},
+     [](Experiment& e, const Entry& entry) {
+       e.repeats = read_integer<int>(entry.node, 1, 100000);
+     },
+     [](const Experiment& e) { return e.repeats ? std::to_string(*e.repeats) : std::string(); }},
+    DRAW_SETTING(max_tokens, "integer", "tokens of an answer at most; the tasks' unless given"),
+    DRAW_SETTING(temperature, "number", "0: greedy; the tasks' unless given"),
+    DRAW_SETTING(top_p, "number",
+                 "share of the probability that is drawn from; the tasks' unless "
+                 "given"),
+    DRAW_SETTING(top_k, "integer", "0: draw from all tokens; the tasks' unless given"),
+    {{"slots", "integer", "0", "answers generated side by side; 0: up to 64 as memory allows",
+      "score", false, true},
+     [](Experiment& e, const Entry& entry) { e.slots = read_integer<int>(entry.node, 0, 65536); },
+     [](const Experiment& e) { return std::to_string(e.slots); }},
+    {{"on_bad_item", "stop | skip", "stop", "what to do when an item cannot be asked", "score",
+      false, true},
+     [](Experiment& e, const Entry& entry) {
+       e.on_bad_item = read_choice<OnBadItem>(
+           entry.node, {{"stop", OnBadItem::stop}, {"skip", OnBadItem::skip}});
+     },
+     [](const Experiment& e) {
+       return std::string(e.on_bad_item == OnBadItem::stop ? "stop" : "skip");
+     }},
+    {{"decode_prompt", "true | false", "false",
+      "the prompt, too, runs in each state's precision instead of FP32", "score", false, true},
+     [](Experiment& e, const Entry& entry) { e.decode_prompt = read_boolean(entry.node); },
+     [](const Experiment& e) { return std::string(e.decode_prompt ? "true" : "false"); }},
+
     UNAVAILABLE("speculate", "integer", "0", "tokens of a verification step; 0: none", "all"),
     UNAVAILABLE("acceptance", "text", "none", "how many drafts a verification step accepts", "all"),
 };
 #undef UNAVAILABLE
 #undef STATE_OPTION
+#undef DRAW_SETTING
 
 const KeyRule* find_key(std::string_view name) {
   const auto rule = std::ranges::find(kKeys, name, [](const KeyRule& r) { return r.key.name; });
@@ -597,8 +776,13 @@ class KeyCollector {
     std::ifstream stream(path, std::ios::binary);
     if (!stream || fs::is_directory(path, error))
       throw std::runtime_error(path.string() + ": cannot be read");
-    const std::string text{std::istreambuf_iterator<char>(stream),
-                           std::istreambuf_iterator<char>()};
+    add_text({std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()}, path,
+             std::move(including));
+  }
+
+  /// Text that stands for the file `path`; `including` are the files that it is included from.
+  void add_text(const std::string& text, const fs::path& path, std::vector<fs::path> including) {
+    std::error_code error;
     const Source source{path.string()};
     const YAML::Node root = parse(text, source);
     if (!root.IsMap())
@@ -727,6 +911,27 @@ void check_together(const Experiment& e, const KeyCollector& keys) {
     reject((entry != nullptr ? place(entry->source, entry->mark) : e.file.string()) + ": " +
            std::string(key) + ": " + message);
   };
+  if (e.job == "score") {
+    if (e.decode_prompt && e.prefill_chunk > 0) {
+      complain("prefill_chunk", "got " + std::to_string(e.prefill_chunk) +
+                                    " with decode_prompt; expected one of the two");
+    }
+    return;
+  }
+  if (e.data_answers) {
+    const auto refuse = [&](std::string_view key, const std::string& why) {
+      complain(key, why + "; expected no such key with data.kind answers");
+    };
+    if (e.prompt_tokens > 0) refuse("prompt_tokens", "each answer has its own prompt");
+    if (e.data.join) refuse("data.join", "answers are documents of their own");
+    if (e.state_error_every > 0 || !e.dump_states.empty()) {
+      refuse(e.state_error_every > 0 ? "state_error_every" : "dump_states",
+             "prompts end at different positions");
+    }
+  } else if (!e.data_state.empty()) {
+    complain("data.state",
+             "got " + in_quotes(e.data_state) + "; expected data.kind answers, or no such key");
+  }
   if (e.data.tokens && e.prompt_tokens >= *e.data.tokens) {
     complain("prompt_tokens", "expected less than data.tokens (" + std::to_string(*e.data.tokens) +
                                   "), got " + std::to_string(e.prompt_tokens) +
@@ -746,7 +951,7 @@ void check_together(const Experiment& e, const KeyCollector& keys) {
                                       std::to_string(e.baseline.options.window) + ", got " +
                                       std::to_string(e.state_error_every));
   }
-  if (e.prefill_chunk > 0 && e.prompt_tokens == 0) {
+  if (e.prefill_chunk > 0 && e.prompt_tokens == 0 && !e.data_answers) {
     complain("prefill_chunk", "got " + std::to_string(e.prefill_chunk) +
                                   " without a prompt; expected prompt_tokens above 0");
   }
@@ -759,7 +964,8 @@ void check_together(const Experiment& e, const KeyCollector& keys) {
     complain("data.path",
              "expected " +
                  (e.data.kind == DataSource::Kind::kPg19 ? pg19_layout(e)
-                                                         : std::string("a file or folder")) +
+                  : e.data_answers ? std::string("a report.h5 or a run folder of job score")
+                                   : std::string("a file or folder")) +
                  ", got " + in_quotes(e.data.path.string()) + ", which does not exist");
   }
 }
@@ -775,11 +981,14 @@ std::span<const ExperimentKey> experiment_keys() {
   return keys;
 }
 
-Experiment load_experiment(const fs::path& file, std::span<const std::string> settings) {
-  KeyCollector keys;
-  keys.add_file(file, {});
-  for (const std::string& setting : settings) keys.add_setting(setting);
+namespace {
 
+/// Keys of another job have no place in an experiment.
+bool belongs(const ExperimentKey& key, const Experiment& experiment) {
+  return key.job == "all" || key.job == experiment.job;
+}
+
+Experiment resolve(const KeyCollector& keys, const fs::path& file) {
   Experiment experiment;
   experiment.file = file;
   experiment.out = fs::path("out") / file.stem();
@@ -787,6 +996,12 @@ Experiment load_experiment(const fs::path& file, std::span<const std::string> se
     const ExperimentKey& key = rule.key;
     const Entry* given = keys.find(key.name);
     Entry entry;
+    if (!belongs(key, experiment)) {
+      if (given == nullptr) continue;
+      reject_at(*given, given->node,
+                "a key of job " + std::string(key.job) + "; expected no such key in job " +
+                    experiment.job);
+    }
     if (given != nullptr) {
       entry = *given;
     } else if (key.required) {
@@ -818,6 +1033,23 @@ Experiment load_experiment(const fs::path& file, std::span<const std::string> se
   return experiment;
 }
 
+}  // namespace
+
+Experiment load_experiment(const fs::path& file, std::span<const std::string> settings) {
+  KeyCollector keys;
+  keys.add_file(file, {});
+  for (const std::string& setting : settings) keys.add_setting(setting);
+  return resolve(keys, file);
+}
+
+Experiment parse_experiment(const std::string& text, const std::string& name,
+                            std::span<const std::string> settings) {
+  KeyCollector keys;
+  keys.add_text(text, name, {});
+  for (const std::string& setting : settings) keys.add_setting(setting);
+  return resolve(keys, name);
+}
+
 std::string resolved_text(const Experiment& experiment) {
   std::string text;
   std::string section;
@@ -835,7 +1067,7 @@ std::string resolved_text(const Experiment& experiment) {
 std::vector<ExperimentField> experiment_fields(const Experiment& experiment) {
   std::vector<ExperimentField> settings;
   for (const KeyRule& rule : kKeys) {
-    if (rule.write == nullptr) continue;
+    if (rule.write == nullptr || !belongs(rule.key, experiment)) continue;
     std::string value = rule.write(experiment);
     if (!value.empty()) settings.push_back({std::string(rule.key.name), std::move(value)});
   }

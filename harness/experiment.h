@@ -45,6 +45,27 @@ struct Sweep {
   Keep keep = Keep::only;
 };
 
+/// How answers are drawn, where the experiment says so instead of the task.
+struct DrawSettings {
+  std::optional<int64_t> max_tokens;
+  std::optional<double> temperature, top_p;
+  std::optional<int> top_k;
+};
+
+/// One entry of `tasks:`: a task file or its name, and which of its items.
+struct TaskRequest {
+  std::string task;
+  std::filesystem::path path;  // of its data; empty: the task's own
+  std::string split;           // empty: the task's own
+  std::optional<int> level;
+  std::optional<int64_t> items, per_category;
+  std::vector<std::string> ids;
+  DrawSettings draw;  // over those of the experiment
+};
+
+/// What happens to an item that cannot be asked.
+enum class OnBadItem : uint8_t { stop, skip };
+
 /// A resolved experiment. Defaults of the members are those of the table, set by load_experiment.
 struct Experiment {
   std::filesystem::path file;
@@ -55,6 +76,8 @@ struct Experiment {
   std::filesystem::path hub;
   DtClamp dt_clamp = DtClamp::forward;
   DataSource data;
+  bool data_answers = false;  // data.kind answers: data.path is a report of job score
+  std::string data_state;     // whose answers; empty: its baseline's
   std::vector<std::pair<std::string, std::filesystem::path>> format_files;
   NamedFormats formats;
   StateOptions state_options;  // what states take unless their spelling says otherwise
@@ -73,7 +96,15 @@ struct Experiment {
   int64_t prompt_tokens = 0;
   int64_t prefill_chunk = 0;      // 0: the prompt in one piece
   int64_t state_error_every = 0;  // positions between two comparisons of the states; 0: none
+  int64_t snapshot_tokens = 0;    // between two snapshots of a document; 0: at a signal only
   std::filesystem::path out;
+  // job score
+  std::vector<TaskRequest> tasks;
+  DrawSettings draw;
+  std::optional<int> repeats;  // none: the tasks'
+  int slots = 0;               // 0: as memory allows
+  OnBadItem on_bad_item = OnBadItem::stop;
+  bool decode_prompt = false;
 };
 
 /// Reads `file`, what it includes, and `settings` ("key=value", dotted keys, values in YAML) over
@@ -81,6 +112,11 @@ struct Experiment {
 /// `file:line:column: key: message`, and std::runtime_error for a file that cannot be read.
 Experiment load_experiment(const std::filesystem::path& file,
                            std::span<const std::string> settings = {});
+
+/// The same from text (a report's resolved experiment); `name` stands for the file in messages, and
+/// includes are relative to the working directory.
+Experiment parse_experiment(const std::string& text, const std::string& name,
+                            std::span<const std::string> settings = {});
 
 /// The whole experiment as canonical YAML, every key with its value and no include. Reading it
 /// gives the same experiment.

@@ -137,6 +137,8 @@ class Generator {
 
   const GenerationCounts& counts() const { return counts_; }
   const ForwardTimes& times() const { return states_->times(); }
+  /// Key-value cache held now.
+  int64_t cache_bytes() const { return static_cast<int64_t>(states_->cache_bytes()); }
   /// Groups of states that compute prompts alike.
   int prompt_classes() const;
   /// Rows of a StateSet that a generator for so many slots and states holds at most.

@@ -78,6 +78,14 @@ Progress::Progress(std::vector<std::string> states, int64_t total, int64_t done,
   history_.emplace_back(drawn_, done_);
 }
 
+Progress::Progress(std::vector<std::string> states, int64_t total, int64_t done, std::FILE* stream,
+                   bool terminal, std::string unit, std::string figure)
+    : Progress(std::move(states), total, done, stream, terminal) {
+  unit_ = std::move(unit);
+  figure_ = std::move(figure);
+  figures_.assign(states_.size(), "-");
+}
+
 Progress::~Progress() {
   if (!finished_ && lines_ > 0) std::fflush(stream_);
 }
@@ -92,6 +100,19 @@ void Progress::observe(int state, std::span<const float> kl_nats) {
       ++mean.count;
     }
   }
+}
+
+void Progress::set_figure(int state, std::string text) {
+  figures_.at(static_cast<size_t>(state)) = std::move(text);
+}
+
+std::string Progress::figure(size_t state) const {
+  return figures_.empty() ? mean_kl(static_cast<int>(state)) : figures_[state];
+}
+
+void Progress::skip(int64_t tokens) {
+  done_ += tokens;
+  for (auto& [time, done] : history_) done += tokens;
 }
 
 void Progress::advance(int64_t tokens, Clock::time_point now) {
@@ -137,9 +158,15 @@ std::string Progress::status() const {
   std::snprintf(
       percent, sizeof percent, "%.1f %%",
       total_ > 0 ? 100.0 * static_cast<double>(done_) / static_cast<double>(total_) : 100.0);
-  return std::string(percent) + "  " + format_count(done_) + " of " + format_count(total_) +
-         " tokens  " + format_count(static_cast<int64_t>(std::llround(tokens_per_second()))) +
-         " tokens/s  ETA " + format_duration(eta_seconds()) + (stage_.empty() ? "" : "  " + stage_);
+  const double per_second = tokens_per_second();
+  char rate[32];
+  std::snprintf(rate, sizeof rate, "%.2f", per_second);
+  return std::string(percent) + "  " + format_count(done_) + " of " + format_count(total_) + " " +
+         unit_ + "  " +
+         (per_second < 10 && unit_ != "tokens" ? std::string(rate)
+                                               : format_count(std::llround(per_second))) +
+         " " + unit_ + "/s  ETA " + format_duration(eta_seconds()) +
+         (stage_.empty() ? "" : "  " + stage_);
 }
 
 std::string Progress::mean_kl(int state) const {
@@ -167,7 +194,7 @@ void Progress::draw(Clock::time_point now, bool last) {
   if (!terminal_) {
     std::string line = status();
     for (size_t s = 0; s < states_.size(); ++s) {
-      line += (s == 0 ? "  mean KL: " : ", ") + states_[s] + " " + mean_kl(static_cast<int>(s));
+      line += (s == 0 ? "  " + figure_ + ": " : ", ") + states_[s] + " " + figure(s);
     }
     std::fprintf(stream_, "%s\n", line.c_str());
     std::fflush(stream_);
@@ -185,8 +212,8 @@ void Progress::draw(Clock::time_point now, bool last) {
   for (const std::string& name : states_) width = std::max(width, name.size());
   std::vector<std::string> lines = {status()};
   for (size_t s = 0; s < shown; ++s) {
-    lines.push_back("  " + states_[s] + std::string(width - states_[s].size(), ' ') + "  mean KL " +
-                    mean_kl(static_cast<int>(s)));
+    lines.push_back("  " + states_[s] + std::string(width - states_[s].size(), ' ') + "  " +
+                    figure_ + " " + figure(s));
   }
   if (shown < states_.size())
     lines.push_back("  and " + std::to_string(states_.size() - shown) + " more");

@@ -34,6 +34,10 @@ class Progress {
   /// whether it can redraw (is_terminal(stream)).
   Progress(std::vector<std::string> states, int64_t total, int64_t done, std::FILE* stream,
            bool terminal);
+  /// The same with another `unit` of work than "tokens", and for each state the `figure` that
+  /// set_figure gives instead of its mean KL.
+  Progress(std::vector<std::string> states, int64_t total, int64_t done, std::FILE* stream,
+           bool terminal, std::string unit, std::string figure);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -41,8 +45,12 @@ class Progress {
   /// Adds KL values in nats of a state's new positions; NaN (non-finite logits) is left out of the
   /// mean and counted.
   void observe(int state, std::span<const float> kl_nats);
-  /// `tokens` more are done; draws when it is time.
+  /// Text that stands for a state's figure from now on.
+  void set_figure(int state, std::string text);
+  /// `tokens` (or other units of work) more are done; draws when it is time.
   void advance(int64_t tokens, Clock::time_point now = Clock::now());
+  /// `tokens` more turn out to be done already; they do not count for the rate.
+  void skip(int64_t tokens);
   /// What the work consists of at the moment ("document 3608, wave 1 of 2").
   void set_stage(std::string stage);
   /// Prints a line of its own above the status.
@@ -65,6 +73,7 @@ class Progress {
     int64_t count = 0;
     int64_t non_finite = 0;
   };
+  std::string figure(size_t state) const;
   void draw(Clock::time_point now, bool last);
   void erase();
 
@@ -75,6 +84,9 @@ class Progress {
   std::FILE* stream_;
   bool terminal_;
   std::string stage_;
+  std::string unit_ = "tokens";
+  std::string figure_ = "mean KL";
+  std::vector<std::string> figures_;  // empty: the means
   Clock::time_point drawn_;
   int lines_ = 0;  // of the status that stands on the terminal
   bool finished_ = false;

@@ -235,8 +235,6 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
            {"baseline: nvfp4@layers=0",
             "11: baseline: nvfp4@layers=0: the baseline holds for the whole model; expected no "
             "layers= or heads="},
-           {"snapshot_tokens: 8",
-            "18: snapshot_tokens: not available in this version; expected no such key, or 0"},
            {"dump_states: true",
             "14: dump_states: expected a whole number from 0 to 9223372036854775807, got 'true'"},
            {"speculate: 4",
@@ -255,7 +253,7 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
     const std::string file = folder.write("a.yaml", minimal() + c.line + "\n");
     CHECK(error_of(file) == file + ":5:" + c.message);
   }
-  CHECK(error_of(folder.write("off.yaml", minimal() + "snapshot_tokens: 0\nspeculate: 0\n")) ==
+  CHECK(error_of(folder.write("off.yaml", minimal() + "speculate: 0\n")) ==
         "(no error)");
 
   const auto states_error = [&](const std::string& states) {
@@ -284,7 +282,8 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
     return error.starts_with(file + ":") ? error.substr(file.size() + 1) : error;
   };
   CHECK(data_error("x") ==
-        "3:7: data: expected a map with some of kind path split documents tokens join, got 'x'");
+        "3:7: data: expected a map with some of kind path state split documents tokens "
+        "join, got 'x'");
   CHECK(data_error("{path: " + kSample + ", documents: 0}")
             .find("data.documents: expected a number of documents (at least 1)") !=
         std::string::npos);
@@ -294,8 +293,8 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
             .find("data.tokens: expected a whole number from 2") != std::string::npos);
   CHECK(data_error("{path: " + kSample + ", join: yes}")
             .find("data.join: expected true or false, got 'yes'") != std::string::npos);
-  CHECK(data_error("{kind: c4, path: x}").find("data.kind: expected pg19 | text, got 'c4'") !=
-        std::string::npos);
+  CHECK(data_error("{kind: c4, path: x}")
+            .find("data.kind: expected pg19 | text | answers, got 'c4'") != std::string::npos);
   CHECK(data_error("{path: /no/such/file}") ==
         "3:14: data.path: expected a file or folder, got '/no/such/file', which does not exist");
   const std::string no_path = data_error("{kind: pg19}");
@@ -305,6 +304,120 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
       std::string::npos);
   CHECK(no_path.find("https://github.com/google-deepmind/pg19") != std::string::npos);
   CHECK(no_path.find("--set data.path=") != std::string::npos);
+}
+
+std::string score() { return "job: score\nmodel: " + kModel + "\nstates: [nvfp4+sr]\n"; }
+
+TEST_CASE("the keys of job score") {
+  const Folder folder;
+  const Experiment small =
+      load_experiment(folder.write("small.yaml", score() + "tasks: mini-math\n"));
+  REQUIRE(small.tasks.size() == 1);
+  CHECK(small.tasks[0].task == "mini-math");
+  CHECK(small.slots == 0);
+  CHECK(small.on_bad_item == OnBadItem::stop);
+  CHECK_FALSE(small.repeats.has_value());
+  CHECK_FALSE(small.draw.temperature.has_value());
+  CHECK_FALSE(small.decode_prompt);
+  CHECK(small.chunk_tokens == 256);
+
+  const std::string file = folder.write(
+      "all.yaml",
+      score() +
+          "tasks:\n  - mini-math\n  - {task: a/b.yaml, path: ~x, split: validation, level: 4,"
+          " items: 7, per_category: 3, ids: [q 1, q2], max_tokens: 9, temperature: 0.25,"
+          " top_p: 0.5, top_k: 6}\n"
+          "repeats: 4\nmax_tokens: 100\ntemperature: 0.7\ntop_p: 0.95\ntop_k: 40\nslots: 12\n"
+          "on_bad_item: skip\ndecode_prompt: true\nchunk_tokens: 33\n");
+  const Experiment e = load_experiment(file);
+  CHECK(e.repeats == 4);
+  CHECK(e.draw.max_tokens == 100);
+  CHECK(e.draw.temperature == 0.7);
+  CHECK(e.draw.top_p == 0.95);
+  CHECK(e.draw.top_k == 40);
+  CHECK(e.slots == 12);
+  CHECK(e.on_bad_item == OnBadItem::skip);
+  CHECK(e.decode_prompt);
+  REQUIRE(e.tasks.size() == 2);
+  const TaskRequest& task = e.tasks[1];
+  CHECK(task.task == "a/b.yaml");
+  CHECK(task.path == "~x");
+  CHECK(task.split == "validation");
+  CHECK(task.level == 4);
+  CHECK(task.items == 7);
+  CHECK(task.per_category == 3);
+  CHECK(task.ids == std::vector<std::string>{"q 1", "q2"});
+  CHECK(task.draw.max_tokens == 9);
+  CHECK(task.draw.temperature == 0.25);
+  CHECK(task.draw.top_p == 0.5);
+  CHECK(task.draw.top_k == 6);
+
+  const std::string text = resolved_text(e);
+  CAPTURE(text);
+  CHECK(text.find("\ntasks: [{task: mini-math}, {task: a/b.yaml, path: \"~x\", split: validation, "
+                  "level: 4, items: 7, per_category: 3, ids: [\"q 1\", q2], max_tokens: 9, "
+                  "temperature: 0.25, top_p: 0.5, top_k: 6}]\n") != std::string::npos);
+  CHECK(text.find("data:") == std::string::npos);
+  const Experiment again = parse_experiment(text, "a report");
+  CHECK(resolved_text(again) == text);
+  CHECK(again.job == "score");
+}
+
+TEST_CASE("wrong values of job score") {
+  const Folder folder;
+  const auto error = [&](const std::string& line) {
+    const std::string file = folder.write("s.yaml", score() + line + "\n");
+    const std::string message = error_of(file);
+    return message.starts_with(file + ":") ? message.substr(file.size() + 1) : message;
+  };
+  CHECK(error("slots: 4") ==
+        " tasks: missing; expected list of tasks; give it in the file or with --set tasks=...");
+  const std::string tasks = "tasks: [mini-math]\n";
+  CHECK(error(tasks + "data: {path: x}") ==
+        "5:14: data.path: a key of job kl; expected no such key in job score");
+  CHECK(error(tasks + "prompt_tokens: 5") ==
+        "5:16: prompt_tokens: a key of job kl; expected no such key in job score");
+  CHECK(error(tasks + "on_bad_item: fail") ==
+        "5:14: on_bad_item: expected stop | skip, got 'fail'");
+  CHECK(error(tasks + "temperature: hot") ==
+        "5:14: temperature: expected a number from 0 to 1e+06, got 'hot'");
+  CHECK(error(tasks + "temperature: -1") ==
+        "5:14: temperature: expected a number from 0 to 1e+06, got '-1'");
+  CHECK(error(tasks + "top_p: 0") == "5:8: top_p: expected a number above 0, got 0");
+  CHECK(error(tasks + "top_p: 1.5") == "5:8: top_p: expected a number from 0 to 1, got '1.5'");
+  CHECK(error(tasks + "max_tokens: 0") ==
+        "5:13: max_tokens: expected a whole number from 1 to 9223372036854775807, got '0'");
+  CHECK(error(tasks + "decode_prompt: true\nprefill_chunk: 8") ==
+        "6:16: prefill_chunk: got 8 with decode_prompt; expected one of the two");
+  CHECK(error("tasks: []") == "4:8: tasks: expected at least one task, got an empty list");
+  CHECK(error("tasks: [{path: x}]") == "4:9: tasks: task: missing; expected a task's name or file");
+  CHECK(error("tasks: [{task: a, itms: 3}]") ==
+        "4:25: tasks: itms: unknown key; the nearest known key is 'items'");
+  CHECK(error("tasks: [{task: a, level: 6}]") ==
+        "4:26: tasks: level: expected a whole number from 1 to 5, got '6'");
+  CHECK(error("tasks: [{task: a, items: 2, items: 3}]") == "4:29: tasks: 'items' is given twice");
+  CHECK(error("tasks: [[a]]") ==
+        "4:9: tasks: expected a task's name or file, or a map, got a list of 1");
+  const std::string kl = folder.write("kl.yaml", minimal() + "slots: 4\n");
+  CHECK(error_of(kl) == kl + ":5:8: slots: a key of job score; expected no such key in job kl");
+  const auto answers = [&](const std::string& line) {
+    const std::string file = folder.write(
+        "a.yaml", "job: kl\nmodel: " + kModel + "\nstates: [fp16]\ndata: {kind: answers, path: " +
+                      (folder / "") + "}\n" + line + "\n");
+    const std::string message = error_of(file);
+    return message.starts_with(file + ":") ? message.substr(file.size() + 1) : message;
+  };
+  CHECK(answers("") == "(no error)");
+  CHECK(answers("prompt_tokens: 4") ==
+        "5:16: prompt_tokens: each answer has its own prompt; expected no such key with data.kind "
+        "answers");
+  CHECK(answers("state_error_every: 16") ==
+        "5:20: state_error_every: prompts end at different positions; expected no such key with "
+        "data.kind answers");
+  CHECK(error_of(folder.write("dst.yaml", "job: kl\nmodel: " + kModel + "\ndata: {path: " +
+                                              kSample + ", state: fp32}\nstates: [fp16]\n"))
+            .find("data.state: got 'fp32'; expected data.kind answers, or no such key") !=
+        std::string::npos);
 }
 
 TEST_CASE("broken files") {
@@ -322,9 +435,10 @@ TEST_CASE("broken files") {
   const std::string job = folder.write("e.yaml", "model: x\n");
   CHECK(error_of(job) ==
         job + ": job: missing; expected kl | score; give it in the file or with --set job=...");
-  const std::string score = folder.write("f.yaml", "job: score\n");
+  const std::string score =
+      folder.write("f.yaml", "job: score\nmodel: " + kModel + "\nstates: []\n");
   CHECK(error_of(score) ==
-        score + ":1:6: job: 'score' is not available in this version; expected kl");
+        score + ":3:9: states: expected at least one state precision, got an empty list");
   const std::string model = folder.write("g.yaml", "job: kl\nmodel: no/such-model\n");
   CHECK(error_of(model).starts_with(model + ":2:8: model: "));
 }
@@ -515,6 +629,12 @@ TEST_CASE("list keys prints every key") {
                                  "state_error_every",
                                  "snapshot_tokens",
                                  "out",
+                                 "tasks",
+                                 "repeats",
+                                 "temperature",
+                                 "max_tokens",
+                                 "decode_prompt",
+                                 "data.state",
                                  "kernels"}) {
     CAPTURE(name);
     CHECK(seen.contains(name));
@@ -529,7 +649,7 @@ TEST_CASE("exit codes of the command line") {
   CHECK(run_program(folder, {"--help"}).first == 0);
   CHECK(run_program(folder, {}).first == 2);
   CHECK(run_program(folder, {"no-such-command"}).first == 2);
-  CHECK(run_program(folder, {"grade", "run"}).first == 2);
+  CHECK(run_program(folder, {"grade", "run"}).first == 1);
   CHECK(run_program(folder, {"format", "mxfp4"}).first == 0);
   CHECK(run_program(folder, {"format", "mxfp5"}).first == 2);
   CHECK(run_program(folder, {"format", "mxfp4", "--state-dim", "48"}).first == 2);

@@ -1,0 +1,36 @@
+// What every job prepares alike: threads, memory, and the part of a run folder's plan that model,
+// tokenizer and states give.
+#pragma once
+
+#include <cstdint>
+
+#include "datasets/tokenizer.h"
+#include "harness/experiment.h"
+#include "models/model.h"
+#include "reports/run_folder.h"
+
+namespace replayeval {
+
+/// Sets the number of threads of this process; 0: one a core.
+void use_threads(int threads);
+
+/// Bytes of memory that this machine can give now.
+int64_t available_memory();
+
+/// Bytes of a model's weights (mapped), and of what one row holds.
+struct RowMemory {
+  int64_t weights = 0;
+  int64_t cache = 0;  // key-value cache at `tokens`
+  int64_t state = 0;  // packed checkpoints, at most, and ring
+  int64_t chunk = 0;  // activations of chunk_tokens tokens in one call
+};
+RowMemory row_memory(const Experiment& experiment, const ModelSpec& model, int64_t tokens);
+
+/// Throws std::invalid_argument when the precision selects layers and heads of which none has state
+/// in this model.
+void check_selections(const StatePrecision& precision, const ModelSpec& model);
+
+/// Who runs what: RunInfo but for its data and tasks, settings, layers and states.
+RunPlan common_plan(const Experiment& experiment, const Model& model, const Tokenizer& tokenizer);
+
+}  // namespace replayeval
