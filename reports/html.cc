@@ -11,7 +11,10 @@
 #include <nlohmann/json.hpp>
 #include <string_view>
 
+#include "reports/answer_statistics.h"
+#include "reports/answer_tables.h"
 #include "reports/bootstrap.h"
+#include "reports/flips.h"
 #include "reports/tables.h"
 
 // Files of this folder and plotly.js, embedded by page_files.S.
@@ -31,6 +34,8 @@ constexpr int kCoarse = 2;
 constexpr int kFine = 16;
 // Positions before this one are a single cell of the coarse curve.
 constexpr int64_t kFirstCell = 16;
+// Flipped answers listed of each state.
+constexpr size_t kFlipsShown = 12;
 // Points of the exceedance curve a decade of probability.
 constexpr int kTailPoints = 24;
 
@@ -318,113 +323,74 @@ Json error_maps(const Report& report) {
 
 // ---- answers ----
 
-/// Counts of some answers.
-struct AnswerCounts {
-  int64_t answers = 0, correct = 0, truncated = 0, without = 0;
-  void add(const Answer& answer) {
-    ++answers;
-    correct += answer.correct ? 1 : 0;
-    truncated += answer.finish_reason == "length" ? 1 : 0;
-    without += answer.extracted.empty() ? 1 : 0;
+/// {"answers", "correct", "low", "high", "truncated", "without", "change", ...}; percent, points.
+Json counts_json(const AnswerRow* row) {
+  if (row == nullptr) return nullptr;
+  const AnswerFigures& f = row->figures;
+  const auto n = static_cast<double>(f.answers);
+  auto percent = [&](int64_t part) { return shown(100.0 * static_cast<double>(part) / n); };
+  Json out = {{"answers", f.answers},
+              {"correct", percent(f.correct)},
+              {"low", shown(100 * f.accuracy.low)},
+              {"high", shown(100 * f.accuracy.high)},
+              {"truncated", f.finish_known ? percent(f.truncated) : Json(nullptr)},
+              {"without", percent(f.missing)}};
+  if (row->against_baseline) {
+    const PairedFigures& p = *row->against_baseline;
+    out["change"] = shown(100 * p.change);
+    out["change_low"] = shown(100 * p.interval.low);
+    out["change_high"] = shown(100 * p.interval.high);
+    out["lost"] = p.lost;
+    out["gained"] = p.gained;
+    out["p"] = shown(p.p);
   }
-};
-
-Json counts_json(const AnswerCounts& counts) {
-  const Interval limits = wilson(counts.correct, counts.answers);
-  const auto n = static_cast<double>(counts.answers);
-  return {{"answers", counts.answers},
-          {"correct", shown(100.0 * static_cast<double>(counts.correct) / n)},
-          {"low", shown(100 * limits.low)},
-          {"high", shown(100 * limits.high)},
-          {"truncated", shown(100.0 * static_cast<double>(counts.truncated) / n)},
-          {"without", shown(100.0 * static_cast<double>(counts.without) / n)}};
-}
-
-std::vector<std::string> tasks_of(const Report& report) {
-  std::vector<std::string> tasks;
-  for (const ItemInfo& item : report.items) {
-    if (std::find(tasks.begin(), tasks.end(), item.task) == tasks.end()) tasks.push_back(item.task);
-  }
-  return tasks;
-}
-
-bool has_answers(const Report& report) {
-  return std::any_of(report.states.begin(), report.states.end(),
-                     [](const StateReport& state) { return !state.answers.empty(); });
-}
-
-/// Quartile of each answered (item, repeat) by the length of the baseline's answer, 0 .. 3; ties
-/// by item.
-std::map<std::pair<int32_t, int32_t>, size_t> length_quartiles(const Report& report,
-                                                               const std::string& task) {
-  std::map<std::pair<int32_t, int32_t>, size_t> out;
-  const int baseline = report.baseline();
-  if (baseline < 0) return out;
-  std::vector<const Answer*> order;
-  for (const Answer& answer : report.states[static_cast<size_t>(baseline)].answers) {
-    if (report.items.at(static_cast<size_t>(answer.item)).task == task) order.push_back(&answer);
-  }
-  std::sort(order.begin(), order.end(), [](const Answer* a, const Answer* b) {
-    return std::tie(a->tokens, a->item, a->repeat) < std::tie(b->tokens, b->item, b->repeat);
-  });
-  for (size_t i = 0; i < order.size(); ++i)
-    out[{order[i]->item, order[i]->repeat}] = 4 * i / order.size();
   return out;
 }
 
-/// {"tasks": [{"name", "states": [{"state", "all", "quartiles": [4]}]}]}
-Json answers_json(const Report& report) {
+/// {"tasks": [{"name", "lengths": ["8-12", ...], "states": [{"state", "all", "quartiles": [4]}]}]}
+Json answers_json(const Report& report, const AnswerStatistics& statistics) {
   Json tasks = Json::array();
-  for (const std::string& task : tasks_of(report)) {
-    const auto quartiles = length_quartiles(report, task);
-    Json one = {{"name", task}, {"states", Json::array()}};
+  for (const std::string& task : statistics.tasks) {
+    Json one = {{"name", task}, {"lengths", Json::array()}, {"states", Json::array()}};
+    for (const LengthQuartiles& quartiles : statistics.quartiles) {
+      if (quartiles.task != task) continue;
+      for (const auto& [first, last] : quartiles.tokens)
+        one["lengths"].push_back(std::to_string(first) + "\u2013" + std::to_string(last));
+    }
     for (size_t s = 0; s < report.states.size(); ++s) {
-      AnswerCounts all;
-      std::vector<AnswerCounts> quarter(4);
-      for (const Answer& answer : report.states[s].answers) {
-        if (report.items.at(static_cast<size_t>(answer.item)).task != task) continue;
-        all.add(answer);
-        const auto found = quartiles.find({answer.item, answer.repeat});
-        if (found != quartiles.end()) quarter[found->second].add(answer);
+      const int state = static_cast<int>(s);
+      const AnswerRow* all = statistics.find(task, state, AnswerGroup::all, "");
+      if (all == nullptr) continue;
+      Json figures = {{"state", s}, {"all", counts_json(all)}, {"quartiles", Json::array()}};
+      for (int q = 1; q <= 4 && !one["lengths"].empty(); ++q) {
+        figures["quartiles"].push_back(counts_json(
+            statistics.find(task, state, AnswerGroup::length, "Q" + std::to_string(q))));
       }
-      if (all.answers == 0) continue;
-      Json state = {{"state", s}, {"all", counts_json(all)}, {"quartiles", Json::array()}};
-      for (const AnswerCounts& counts : quarter) state["quartiles"].push_back(counts_json(counts));
-      one["states"].push_back(std::move(state));
+      one["states"].push_back(std::move(figures));
     }
     tasks.push_back(std::move(one));
   }
   return {{"tasks", std::move(tasks)}};
 }
 
-Table answers_table(const Report& report) {
-  Table table;
-  table.title = "Accuracy in percent, 95 % Wilson intervals";
-  table.head = {"state",         "task",      "answers",  "accuracy [95 %]",
-                "finished only", "truncated", "no answer"};
-  table.left = {1};
-  for (const StateReport& state : report.states) {
-    for (const std::string& task : tasks_of(report)) {
-      AnswerCounts all, finished;
-      for (const Answer& answer : state.answers) {
-        if (report.items.at(static_cast<size_t>(answer.item)).task != task) continue;
-        all.add(answer);
-        if (answer.finish_reason != "length") finished.add(answer);
-      }
-      if (all.answers == 0) continue;
-      auto percent = [](int64_t part, int64_t whole) {
-        return whole == 0
-                   ? std::string("-")
-                   : format("%.2f", 100.0 * static_cast<double>(part) / static_cast<double>(whole));
-      };
-      const Interval limits = wilson(all.correct, all.answers);
-      table.rows.push_back({state.info.name, task, std::to_string(all.answers),
-                            percent(all.correct, all.answers) +
-                                format(" [%.2f, %.2f]", 100 * limits.low, 100 * limits.high),
-                            percent(finished.correct, finished.answers),
-                            percent(all.truncated, all.answers),
-                            percent(all.without, all.answers)});
+/// Flips with at most kFlipsShown rows a state; a task marked private shows neither tokens nor
+/// texts.
+Table shown_flips(const Report& report) {
+  std::vector<Flip> flips = find_flips(report, report.documents.empty() ? nullptr : &report);
+  std::map<int, size_t> counts;
+  size_t left_out = 0;
+  std::vector<Flip> kept;
+  for (Flip& flip : flips) {
+    if (counts[flip.state]++ < kFlipsShown) {
+      kept.push_back(std::move(flip));
+    } else {
+      ++left_out;
     }
+  }
+  Table table = flips_table(report, kept, false);
+  if (left_out > 0) {
+    table.notes.push_back(plural(static_cast<int64_t>(left_out), "more flip") +
+                          " are not listed; replayeval show --flips lists all.");
   }
   return table;
 }
@@ -458,7 +424,8 @@ std::string unbroken(std::string text) {
 }
 
 /// What the run found, in sentences, from its statistics alone.
-std::string summary(const Report& report, const KlStatistics& statistics) {
+std::string summary(const Report& report, const KlStatistics& statistics,
+                    const AnswerStatistics& answers) {
   std::string text;
   std::vector<size_t> states;  // those that are measured against the baseline
   std::vector<std::string> growing, non_finite, under;
@@ -525,29 +492,44 @@ std::string summary(const Report& report, const KlStatistics& statistics) {
                         unbroken(number(floor.value)) + " nats). ";
     }
   }
-  if (has_answers(report)) {
+  if (!answers.rows.empty()) {
     std::vector<std::pair<double, std::string>> shares;  // of correct answers, in percent
     std::string baseline;
+    std::vector<std::string> losing;
     for (size_t s = 0; s < report.states.size(); ++s) {
-      AnswerCounts all;
-      for (const Answer& answer : report.states[s].answers) all.add(answer);
-      if (all.answers == 0) continue;
-      const double share =
-          100.0 * static_cast<double>(all.correct) / static_cast<double>(all.answers);
+      int64_t correct = 0, given = 0;
+      bool lost = false;
+      for (const AnswerRow& row : answers.rows) {
+        if (row.state != static_cast<int>(s) || row.by != AnswerGroup::all) continue;
+        correct += row.figures.correct;
+        given += row.figures.answers;
+        lost = lost || (row.against_baseline && row.against_baseline->change < 0 &&
+                        row.against_baseline->p < kShownBelow);
+      }
+      if (given == 0) continue;
+      const double share = 100.0 * static_cast<double>(correct) / static_cast<double>(given);
       if (static_cast<int>(s) == report.baseline()) {
         baseline = format("%.1f", share);
       } else {
         shares.emplace_back(share, report.states[s].info.name);
+        if (lost) losing.push_back(report.states[s].info.name);
       }
     }
     text += "Over " + plural(static_cast<int64_t>(report.items.size()), "item") + ", ";
     if (!baseline.empty())
       text += code(report.run.baseline) + " answers " + baseline + " % correctly" +
               (shares.empty() ? ". " : ", ");
-    if (!shares.empty()) {
+    if (shares.size() == 1) {
+      text += code(shares[0].second) + " " + format("%.1f", shares[0].first) + " %. ";
+    } else if (!shares.empty()) {
       const auto [worst, best] = std::minmax_element(shares.begin(), shares.end());
       text += "the states between " + format("%.1f", worst->first) + " % (" + code(worst->second) +
               ") and " + format("%.1f", best->first) + " % (" + code(best->second) + "). ";
+    }
+    if (!shares.empty() && !baseline.empty()) {
+      text += losing.empty() ? "No state is shown to lose accuracy (exact McNemar, p < 0.01). "
+                             : listed(losing) + (losing.size() == 1 ? " is" : " are") +
+                                   " shown to lose accuracy (exact McNemar, p < 0.01). ";
     }
   }
   if (!non_finite.empty()) {
@@ -619,8 +601,14 @@ std::string provenance(const Report& report) {
   auto hashed = [&](const std::string& name, const std::string& text, const std::string& hash) {
     line(name, escaped(text) + "<br>" + hash_html(hash));
   };
-  hashed("model", run.model + " (" + run.family + ")", run.model_sha256);
+  hashed("model", run.model + (run.family.empty() ? "" : " (" + run.family + ")"),
+         run.model_sha256);
   hashed("tokenizer", run.tokenizer, run.tokenizer_sha256);
+  for (const TaskInfo& task : run.tasks) {
+    hashed("task " + task.name,
+           "version " + std::to_string(task.version) + (task.private_data ? ", private" : ""),
+           task.sha256);
+  }
   hashed("data", run.data, run.data_sha256);
   for (const DocumentInfo& d : report.documents) {
     hashed("document " + d.id, (d.title.empty() ? "" : d.title + ", ") + plural(d.tokens, "token"),
@@ -634,8 +622,10 @@ std::string provenance(const Report& report) {
   for (const auto& [library, version] : run.versions)
     versions += (versions.empty() ? "" : ", ") + library + " " + version;
   if (!versions.empty()) line("libraries", escaped(versions));
-  line("device", escaped(run.device + ", compute " + run.compute + ", dense " + run.dense + ", " +
-                         plural(run.threads, "thread")));
+  if (!run.device.empty()) {
+    line("device", escaped(run.device + ", compute " + run.compute + ", dense " + run.dense + ", " +
+                           plural(run.threads, "thread")));
+  }
   line("seed", std::to_string(run.seed));
   line("created", escaped(run.created));
   line("finished", escaped(run.finished.empty() ? "-" : run.finished));
@@ -650,6 +640,14 @@ std::string provenance(const Report& report) {
                  : std::string()) +
             ", sha256 " + hash_html(info.sha256) + "</p><pre>" + escaped(info.definition) +
             "</pre>\n";
+  }
+  // The definition of a private task may quote its items.
+  if (std::any_of(run.tasks.begin(), run.tasks.end(), [](auto& t) { return !t.private_data; })) {
+    html += "</details>\n<details><summary>Definitions of the tasks</summary>\n";
+    for (const TaskInfo& task : run.tasks) {
+      if (!task.private_data)
+        html += "<h4>" + code(task.name) + "</h4><pre>" + escaped(task.definition) + "</pre>\n";
+    }
   }
   html +=
       "</details>\n<details class=\"printed\"><summary>The resolved experiment</summary>\n<pre>" +
@@ -726,7 +724,7 @@ std::string redacted_experiment(const std::string& text) {
       const std::string key = entry.first.Scalar();
       out << YAML::Key << key << YAML::Value;
       if (key == "formats" || key == "states" || key == "baseline" || key == "out" ||
-          key == "include" || key == "snapshots") {
+          key == "include" || key == "snapshots" || key == "import") {
         out << kHidden;
       } else {
         out << entry.second;
@@ -811,7 +809,11 @@ std::string report_html(const Report& original, const KlStatistics& figures,
   const bool sampled = !errors["maps"].empty();
   if (sampled) data["errors"] = errors;
   const bool answers = has_answers(report);
-  if (answers) data["answers"] = answers_json(report);
+  AnswerStatistics graded;
+  if (answers) {
+    graded = answer_statistics(report);
+    data["answers"] = answers_json(report, graded);
+  }
 
   const std::string base = code(run.baseline);
   std::string html =
@@ -823,21 +825,33 @@ std::string report_html(const Report& original, const KlStatistics& figures,
       "<meta name=\"generator\" content=\"ReplayEval\">\n<title>" +
       escaped(run.model) + ": state precision</title>\n<style>\n" +
       embedded(replayeval_page_css_begin, replayeval_page_css_end) + "</style>\n</head>\n<body>\n";
+  const std::string subject =
+      run.model.empty() ? "the model" : "<span class=\"model\">" + escaped(run.model) + "</span>";
   html += "<header>\n<div class=\"top\"><p class=\"eyebrow\">ReplayEval report" +
           std::string(options.redact_formats ? ", formats redacted" : "") + "</p>" +
           choice("theme", "Colours", {{"auto", "Auto"}, {"light", "Light"}, {"dark", "Dark"}}) +
-          "</div>\n<h1>How far does <span class=\"model\">" + escaped(run.model) +
-          "</span> move when its state is stored in low precision?</h1>\n<p class=\"lead\">" +
-          summary(report, statistics) + "</p>\n<dl class=\"facts\">";
+          "</div>\n<h1>" +
+          (run.device.empty() && answers
+               ? "How well does " + subject + " answer?"
+               : "How far does " + subject + " move when its state is stored in low precision?") +
+          "</h1>\n<p class=\"lead\">" + summary(report, statistics, graded) +
+          "</p>\n<dl class=\"facts\">";
   auto fact = [&](const std::string& name, const std::string& value) {
     html += "<div><dt>" + name + "</dt><dd>" + escaped(value) + "</dd></div>";
   };
-  fact("Family", run.family);
+  if (!run.family.empty()) fact("Family", run.family);
   fact("Data", run.data);
-  fact("Tokens", std::to_string(report.documents.size()) + " × " + grouped(longest));
-  fact("Window L", std::to_string(run.window));
-  fact("Seed", std::to_string(run.seed));
-  fact("Arithmetic", run.compute + " on " + run.device + ", dense " + run.dense);
+  if (!report.documents.empty() || !answers)
+    fact("Tokens", std::to_string(report.documents.size()) + " × " + grouped(longest));
+  if (answers) {
+    fact("Items", grouped(static_cast<int64_t>(report.items.size())) +
+                      (run.repeats > 1 ? " × " + std::to_string(run.repeats) : ""));
+  }
+  if (!run.device.empty()) {
+    fact("Window L", std::to_string(run.window));
+    fact("Seed", std::to_string(run.seed));
+    fact("Arithmetic", run.compute + " on " + run.device + ", dense " + run.dense);
+  }
   if (!run.created.empty()) fact("Run", run.created.substr(0, 10));
   html += "</dl>\n</header>\n<main>\n";
   html +=
@@ -894,23 +908,50 @@ std::string report_html(const Report& original, const KlStatistics& figures,
     html += "</div>\n";
   }
   if (answers) {
-    html +=
-        "<div class=\"pair\">\n" +
-        figure("accuracy", "Accuracy",
-               "Correct answers in percent with 95 % Wilson intervals, by task. Truncated and "
-               "missing answers count as wrong; their shares are in the table.") +
-        figure(
-            "quartiles", "Accuracy by answer length",
-            "Correct answers in percent, by quartile of the length of the answers of " + base +
-                ", shortest first.",
-            "<div class=\"controls\"><label>Task <select id=\"task\"></select></label></div>\n") +
-        "</div>\n";
+    const bool lengths = !graded.quartiles.empty();
+    const bool cut = std::any_of(graded.rows.begin(), graded.rows.end(),
+                                 [](const AnswerRow& row) { return row.figures.finish_known; });
+    const bool losses = std::any_of(graded.rows.begin(), graded.rows.end(), [&](auto& row) {
+      return row.against_baseline &&
+             report.states[static_cast<size_t>(row.state)].info.bits_per_element > 0;
+    });
+    const std::string choose =
+        graded.tasks.size() > 1
+            ? "<div class=\"controls\"><label>Task <select class=\"task\"></select></label></div>\n"
+            : "";
+    html += "<div class=\"pair\">\n" +
+            figure("accuracy", "Accuracy",
+                   "Correct answers in percent with 95 % intervals, by task. Truncated and "
+                   "missing answers count as wrong.");
+    if (cut) {
+      html += figure("truncation", "Truncated answers",
+                     "Share of answers that the token limit ended, in percent, by task.");
+    }
+    if (lengths) {
+      html += figure("quartiles", "Accuracy by answer length",
+                     "Correct answers in percent, by quartile of the length in tokens of the "
+                     "answers of " +
+                         base + ", shortest first.",
+                     choose);
+    }
+    if (losses) {
+      html += figure("loss", "Size against accuracy",
+                     "Bits a state element, all checkpoints and scales together, against the "
+                     "change of accuracy in points from " +
+                         base + " on the same items, with 95 % intervals.",
+                     choose);
+    }
+    html += "</div>\n";
   }
   html += "<section><h2>Tables</h2>\n";
   if (curves) {
     for (const Table& table : kl_tables(report, statistics)) html += table_html(table);
   }
-  if (answers) html += table_html(answers_table(report));
+  if (answers) {
+    for (const Table& table : answer_tables(report, graded)) html += table_html(table);
+    const Table flips = shown_flips(report);
+    if (!flips.rows.empty()) html += table_html(flips);
+  }
   html +=
       "</section>\n<section><h2>Provenance</h2>\n" + provenance(report) + "</section>\n</main>\n";
   html +=

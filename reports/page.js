@@ -22,7 +22,7 @@
   const visible = () => measured.filter((s) => s.shown);
 
   // ---- theme ----
-  const choices = {theme: 'auto', view: 'mean', axis: 'log'};
+  const choices = {theme: 'auto', view: 'mean', axis: 'log', task: 0};
   const dark = window.matchMedia('(prefers-color-scheme: dark)');
   let printing = false;
   function applyTheme() {
@@ -215,26 +215,52 @@
   }
 
   const answered = () => states.filter((s) => s.shown);
-  function bars(box, groups, names) {
+  const points = (c) => c.change === undefined ? '' : `<br>change ${figure(c.change)}${limits(c.change_low, c.change_high)} points, lost ${count(c.lost)}, gained ${count(c.gained)}`;
+  /// Bars of `key` (percent), a group each; with intervals when `key` is the share of right answers.
+  function bars(box, key, title, groups, names) {
     const traces = answered().map((state) => {
       const found = groups.map((g) => g.find((e) => e.state === state.index)).map((e) => e && e.counts);
-      if (!found.some((c) => c && c.answers > 0)) return null;
-      const value = (key) => found.map((c) => c && c.answers > 0 ? c[key] : null);
-      const y = value('correct'), low = value('low'), high = value('high');
-      return {type: 'bar', x: names, y, marker: {color: faded(token(state.color), 0.75)}, error_y: {type: 'data', symmetric: false, array: y.map((v, i) => v === null ? 0 : high[i] - v), arrayminus: y.map((v, i) => v === null ? 0 : v - low[i]), thickness: 1.3, width: 3, color: token('--ink')},
-        text: found.map((c) => c ? `<b>${html(state.name)}</b><br>${figure(c.correct)} % correct${limits(c.low, c.high)}<br>of ${count(c.answers)} answers<br>truncated ${figure(c.truncated)} %, no answer ${figure(c.without)} %` : ''), textposition: 'none', hovertemplate: '%{text}<extra></extra>'};
+      if (!found.some((c) => c && c[key] !== null)) return null;
+      const y = found.map((c) => c ? c[key] : null);
+      const error = key !== 'correct' ? undefined : {type: 'data', symmetric: false, array: found.map((c) => c && c.high !== null ? c.high - c.correct : 0), arrayminus: found.map((c) => c && c.low !== null ? c.correct - c.low : 0), thickness: 1.3, width: 3, color: token('--ink')};
+      return {type: 'bar', x: names, y, marker: {color: faded(token(state.color), 0.75)}, error_y: error,
+        text: found.map((c) => c ? `<b>${html(state.name)}</b><br>${figure(c.correct)} % correct${limits(c.low, c.high)}<br>of ${count(c.answers)} answers${points(c)}<br>truncated ${figure(c.truncated)} %, no answer ${figure(c.without)} %` : ''), textposition: 'none', hovertemplate: '%{text}<extra></extra>'};
     }).filter(Boolean);
-    Plotly.react(element(box), traces, layout({barmode: 'group', bargap: 0.25, xaxis: axis('', {type: 'category', showgrid: false}), yaxis: axis('Correct, %', {rangemode: 'tozero'})}), settings());
+    Plotly.react(element(box), traces, layout({barmode: 'group', bargap: 0.25, xaxis: axis('', {type: 'category', showgrid: false}), yaxis: axis(title, {rangemode: 'tozero'})}), settings());
   }
+  const everywhere = () => data.answers.tasks.map((t) => t.states.map((s) => ({state: s.state, counts: s.all})));
+  const taskNames = () => data.answers.tasks.map((t) => html(t.name));
   function drawAccuracy() {
-    bars('accuracy', data.answers.tasks.map((t) => t.states.map((s) => ({state: s.state, counts: s.all}))), data.answers.tasks.map((t) => html(t.name)));
+    bars('accuracy', 'correct', 'Correct, %', everywhere(), taskNames());
   }
+  function drawTruncation() {
+    bars('truncation', 'truncated', 'Truncated, %', everywhere(), taskNames());
+  }
+  const chosenTask = () => data.answers.tasks[choices.task];
   function drawQuartiles() {
-    const task = data.answers.tasks[Number(element('task').value)];
-    bars('quartiles', [0, 1, 2, 3].map((q) => task.states.map((s) => ({state: s.state, counts: s.quartiles[q]}))), ['shortest', '2nd', '3rd', 'longest']);
+    const task = chosenTask(), places = ['shortest', '2nd', '3rd', 'longest'];
+    const names = places.map((p, q) => task.lengths[q] ? `${p}<br>${task.lengths[q]}` : p);
+    bars('quartiles', 'correct', 'Correct, %', [0, 1, 2, 3].map((q) => task.states.map((s) => ({state: s.state, counts: s.quartiles[q]}))), names);
+  }
+  function drawLoss() {
+    const found = chosenTask().states.map((s) => ({...states[s.state], counts: s.all})).filter((s) => s.shown && s.bits !== null && s.counts.change !== undefined);
+    const front = [];
+    for (const s of [...found].sort((p, q) => p.bits - q.bits || q.counts.change - p.counts.change)) {
+      if (!front.length || s.counts.change > front[front.length - 1].counts.change) front.push(s);
+    }
+    const traces = [{x: front.map((s) => s.bits), y: front.map((s) => s.counts.change), mode: 'lines', line: {color: token('--muted'), width: 1, shape: 'hv', dash: 'dot'}, hoverinfo: 'skip'}];
+    for (const s of found) {
+      const c = s.counts, known = c.change_low !== null && c.change_high !== null;
+      traces.push({x: [s.bits], y: [c.change], mode: 'markers', marker: {color: token(s.color), symbol: s.symbol, size: 10, line: {width: 1.5, color: token(s.color)}},
+        error_y: known ? {type: 'data', symmetric: false, array: [c.change_high - c.change], arrayminus: [c.change - c.change_low], color: token(s.color), thickness: 1.5, width: 4} : undefined,
+        text: [`<b>${html(s.name)}</b><br>${figure(s.bits)} bits an element${points(c)}<br>McNemar p ${figure(c.p)}`], hovertemplate: '%{text}<extra></extra>'});
+    }
+    const widest = Math.max(8, ...found.map((s) => s.bits));
+    Plotly.react(element('loss'), traces, layout({xaxis: axis('Bits a state element', {range: [0, widest * 1.08], nticks: 8}), yaxis: axis('Change, points', {zeroline: true, zerolinecolor: token('--line')}),
+      annotations: found.map((s) => ({x: s.bits, y: s.counts.change, xanchor: s.bits > 0.55 * widest ? 'right' : 'left', xshift: s.bits > 0.55 * widest ? -8 : 8, yshift: 9, text: clipped(s.name), showarrow: false, font: {size: narrow() ? 10 : 11, color: token(s.color)}}))}), settings());
   }
 
-  const charts = [['drift', drawDrift], ['top1', drawTop1], ['tail', drawTail], ['pareto', drawPareto], ['errors', drawErrors], ['accuracy', drawAccuracy], ['quartiles', drawQuartiles]];
+  const charts = [['drift', drawDrift], ['top1', drawTop1], ['tail', drawTail], ['pareto', drawPareto], ['errors', drawErrors], ['accuracy', drawAccuracy], ['truncation', drawTruncation], ['quartiles', drawQuartiles], ['loss', drawLoss]];
   function draw() {
     for (const [id, make] of charts) if (element(id)) make();
   }
@@ -277,7 +303,15 @@
     const first = data.errors.maps.findIndex((m) => m.state !== data.floor);
     if (first > 0) element('map').selectedIndex = first;
   }
-  if (data.answers) fillSelect('task', data.answers.tasks.map((t) => t.name), drawQuartiles);
+  const taskSelects = [...document.querySelectorAll('select.task')];
+  for (const select of taskSelects) {
+    data.answers.tasks.forEach((task, i) => select.append(new Option(task.name, i)));
+    select.addEventListener('change', () => {
+      choices.task = Number(select.value);
+      for (const other of taskSelects) other.selectedIndex = choices.task;
+      for (const [id, make] of [['quartiles', drawQuartiles], ['loss', drawLoss]]) if (element(id)) make();
+    });
+  }
 
   dark.addEventListener('change', () => { applyTheme(); draw(); });
   let wasNarrow = narrow();

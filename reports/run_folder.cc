@@ -1375,10 +1375,9 @@ void RunFolder::put_snapshot(const std::string& name, std::span<const std::byte>
   const std::string head = std::string(kSnapshotMark) +
                            sha256_hex({reinterpret_cast<const char*>(bytes.data()), bytes.size()}) +
                            "\n";
-  std::vector<std::byte> all;
-  all.reserve(head.size() + bytes.size());
-  for (char c : head) all.push_back(static_cast<std::byte>(c));
-  all.insert(all.end(), bytes.begin(), bytes.end());
+  std::vector<std::byte> all(head.size() + bytes.size());
+  std::memcpy(all.data(), head.data(), head.size());
+  if (!bytes.empty()) std::memcpy(all.data() + head.size(), bytes.data(), bytes.size());
   replace_file(snapshot_path(state_->path, name), all);
 }
 

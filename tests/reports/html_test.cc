@@ -259,21 +259,33 @@ TEST_CASE("answers: accuracy with Wilson intervals and by length of the baseline
     ItemInfo item;
     item.id = std::to_string(i);
     item.task = "task";
+    item.gold = "GOLD ANSWER";
     report.items.push_back(item);
     for (size_t s : {size_t{0}, size_t{2}}) {
       Answer answer;
       answer.item = i;
       answer.text = "the secret text";
       answer.tokens = 100 - 10 * i;  // item 7 is the shortest
-      answer.extracted = i == 0 ? "" : "B";
+      answer.extracted = i == 0 ? "" : "GIVEN ANSWER";
       answer.finish_reason = i < 2 ? "length" : "stop";
       answer.correct = s == 0 ? i > 0 : i > 3;
       report.states[s].answers.push_back(answer);
     }
   }
+  report.run.tasks = {{"task", 2, "task's hash", "prompt: definition of the task", false, false}};
   const std::string page = report_html(report, kl_statistics(report));
-  CHECK(contains(content_of(page), "id=\"accuracy\""));
-  CHECK(!contains(page, "the secret text"));
+  for (const char* id : {"accuracy", "truncation", "quartiles", "loss"})
+    CHECK(contains(content_of(page), "id=\"" + std::string(id) + "\""));
+  // Flips show the texts around the place, unless the task is private.
+  CHECK(contains(page, "the secret text"));
+  CHECK(contains(page, "definition of the task"));
+  CHECK(contains(page, "GOLD ANSWER"));
+  report.run.tasks[0].private_data = true;
+  const std::string hidden = report_html(report, kl_statistics(report));
+  for (const char* text : {"the secret text", "definition of the task", "GOLD ANSWER", "GIVEN"})
+    CHECK_MESSAGE(!contains(hidden, text), text);
+  CHECK(contains(hidden, "Texts and tokens of private tasks are left out."));
+  CHECK(contains(hidden, "task&#39;s hash") + contains(hidden, "task's hash") == 1);
   const nlohmann::json task = data_of(page)["answers"]["tasks"][0];
   REQUIRE(task["states"].size() == 2);
   const nlohmann::json& worse = task["states"][1];
@@ -288,4 +300,9 @@ TEST_CASE("answers: accuracy with Wilson intervals and by length of the baseline
   CHECK(worse["quartiles"][1]["correct"] == 100);  // 5, 4
   CHECK(worse["quartiles"][2]["correct"] == 0);
   CHECK(task["states"][0]["quartiles"][3]["correct"] == 50);  // 1, 0
+  CHECK(task["lengths"][0] == "30\u201340");
+  CHECK(worse["all"]["lost"] == 3);  // items 1, 2, 3
+  CHECK(worse["all"]["change"] == -37.5);
+  CHECK(worse["quartiles"][2]["change"] == -100);
+  CHECK(task["states"][0]["all"].contains("change") == false);
 }
