@@ -930,10 +930,10 @@ struct RunFolder::State {
 SettingRule setting_rule(std::string_view key) {
   static constexpr std::string_view kGrows[] = {"states",       "documents", "tokens",  "items",
                                                 "repeats",      "seeds",     "formats", "sweep",
-                                                "per_category", "ids"};
+                                                "per_category", "ids",       "tasks"};
   static constexpr std::string_view kFree[] = {
-      "threads", "out",   "progress",  "shard", "resume",      "include",
-      "path",    "model", "tokenizer", "hub",   "dump_states", "snapshot_tokens"};
+      "threads",   "out", "progress",    "shard",           "resume", "include",    "path", "model",
+      "tokenizer", "hub", "dump_states", "snapshot_tokens", "slots",  "on_bad_item"};
   const std::string_view head = key.substr(0, key.find('.'));
   const std::string_view tail = key.substr(key.rfind('.') + 1);
   for (std::string_view name : kGrows) {
