@@ -1390,8 +1390,9 @@ std::string minerva_normalized(std::string_view answer) {
                                  {"mbox", "text"},
                                  {",\\text{and}", ","},
                                  {"\\text{and}", ","},
-                                 {"\\text{m}", "\\text{}"}})
-    text = replaced(text, from, to);
+                                 {"\\text{m}", "\\text{}"}}) {
+    if (text.find(from) != kNone) text = replaced(text, from, to);
+  }
   for (const std::string_view gone : {"square",       "ways",
                                       "integers",     "dollars",
                                       "mph",          "inches",
@@ -1412,8 +1413,9 @@ std::string minerva_normalized(std::string_view answer) {
                                       "\\mathrm{th}", "^\\circ",
                                       "^{\\circ}",    "\\;",
                                       ",\\!",         "{,}",
-                                      "\"",           "\\dots"})
-    text = replaced(text, gone, "");
+                                      "\"",           "\\dots"}) {
+    if (text.find(gone) != kNone) text = replaced(text, gone, "");
+  }
   text = first_formula(text);
   text = unwrapped(text, "\\text{");
   text = unwrapped(text, "\\textbf{");
