@@ -335,8 +335,10 @@ int parse_and_run(int argc, const char* const* argv) {
   report_app->add_option("runs", report_options.runs, "run folders or report.h5 files")->required();
   report_app->add_option("-o,--out", report_options.out,
                          "the page to write (report.html); with --export, a folder");
-  report_app->add_option("--export", report_options.export_as,
-                         "csv: tables by position and by answer instead of the page");
+  report_app->add_option(
+      "--export", report_options.export_as,
+      "csv or parquet: tables by position and by answer instead of the page; samples: answers as "
+      "JSON lines in the layout of lm-evaluation-harness's logged samples");
   report_app->add_option("--redact", report_options.redact,
                          "formats: hide names and definitions of formats");
   report_app->callback([&] { result = report_command(report_options); });

@@ -3,8 +3,11 @@
 #include <cinttypes>
 #include <cstdio>
 #include <filesystem>
+#include <map>
+#include <set>
 #include <stdexcept>
 
+#include "datasets/task.h"
 #include "reports/answer_statistics.h"
 #include "reports/answer_tables.h"
 #include "reports/attribution.h"
@@ -15,6 +18,7 @@
 #include "reports/health_tables.h"
 #include "reports/html.h"
 #include "reports/run_folder.h"
+#include "reports/samples.h"
 #include "reports/statistics.h"
 #include "reports/tables.h"
 
@@ -38,13 +42,43 @@ void refresh_report(const fs::path& path) {
   }
 }
 
-int export_csv(const Report& report, const fs::path& folder) {
+/// Prompts by hash, of the tasks of the report as far as their files and data are at hand.
+std::map<std::string, std::string> prompts_at_hand(const Report& report) {
+  std::set<std::string> wanted;
+  for (const ItemInfo& item : report.items) wanted.insert(item.prompt_sha256);
+  std::map<std::string, std::string> prompts;
+  for (const TaskInfo& info : report.run.tasks) {
+    try {
+      const TaskSpec task = load_task(info.name);
+      for (const PromptedItem& item : load_prompts(task, report.run.seed).items) {
+        if (wanted.contains(item.prompt_sha256)) prompts[item.prompt_sha256] = item.prompt;
+      }
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\nsamples of task %s: without the texts of the prompts\n",
+                   error.what(), info.name.c_str());
+    }
+  }
+  return prompts;
+}
+
+int export_tables(const Report& report, const std::string& as, const fs::path& folder) {
   make_writable_folder(folder);
-  const fs::path positions = folder / "positions.csv";
-  std::printf("%s: %" PRId64 " lines\n", positions.c_str(), write_positions_csv(report, positions));
+  auto wrote = [](const fs::path& file, int64_t lines) {
+    std::printf("%s: %" PRId64 " lines\n", file.c_str(), lines);
+  };
+  if (as == "samples") {
+    for (const auto& [file, lines] : write_samples(report, prompts_at_hand(report), folder))
+      wrote(file, lines);
+    return 0;
+  }
+  const bool csv = as == "csv";
+  if (!report.documents.empty() || report.items.empty()) {
+    const fs::path file = folder / ("positions." + as);
+    wrote(file, csv ? write_positions_csv(report, file) : write_positions_parquet(report, file));
+  }
   if (!report.items.empty()) {
-    const fs::path answers = folder / "answers.csv";
-    std::printf("%s: %" PRId64 " lines\n", answers.c_str(), write_answers_csv(report, answers));
+    const fs::path file = folder / ("answers." + as);
+    wrote(file, csv ? write_answers_csv(report, file) : write_answers_parquet(report, file));
   }
   return 0;
 }
@@ -114,8 +148,10 @@ std::string show_runs(const ShowOptions& options) {
 int report_command(const ReportOptions& options) {
   if (!options.redact.empty() && options.redact != "formats")
     throw std::invalid_argument("report: --redact: expected formats, got '" + options.redact + "'");
-  if (!options.export_as.empty() && options.export_as != "csv")
-    throw std::invalid_argument("report: --export: expected csv, got '" + options.export_as + "'");
+  if (!options.export_as.empty() && options.export_as != "csv" && options.export_as != "parquet" &&
+      options.export_as != "samples")
+    throw std::invalid_argument("report: --export: expected csv, parquet or samples, got '" +
+                                options.export_as + "'");
   if (options.out.empty())
     throw std::invalid_argument(
         "report: expected -o with the name of the page, or of a folder for --export");
@@ -131,7 +167,11 @@ int report_command(const ReportOptions& options) {
       KlStatistics unused;
       redact_formats(&report, &unused);
     }
-    return export_csv(report, options.out);
+    if (options.export_as == "samples" && report.items.empty()) {
+      throw std::invalid_argument(
+          "report: --export samples: expected a run with graded answers, got one without");
+    }
+    return export_tables(report, options.export_as, options.out);
   }
   HtmlOptions html;
   html.redact_formats = !options.redact.empty();

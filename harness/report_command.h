@@ -12,7 +12,7 @@ namespace replayeval {
 struct ReportOptions {
   std::vector<std::string> runs;  // run folders or report.h5 files
   std::string out;                // the page; with `export_as`, a folder
-  std::string export_as;          // "csv", or empty: the page
+  std::string export_as;          // "csv", "parquet" or "samples"; empty: the page
   std::string redact;             // "formats", or empty
 };
 

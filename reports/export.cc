@@ -1,67 +1,17 @@
 #include "reports/export.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <charconv>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <stdexcept>
 #include <string>
-#include <system_error>
 
+#include "reports/export_rows.h"
 #include "reports/files.h"
 
 namespace replayeval {
 namespace {
 
 namespace fs = std::filesystem;
-
-/// A text file of any length that takes its place, synced, only when it is complete.
-class TextFile {
- public:
-  explicit TextFile(const fs::path& path)
-      : path_(path), temporary_(temporary_name(path)), file_(std::fopen(temporary_.c_str(), "wb")) {
-    if (file_ == nullptr) fail();
-  }
-  TextFile(const TextFile&) = delete;
-  TextFile& operator=(const TextFile&) = delete;
-  ~TextFile() {
-    if (file_ == nullptr) return;
-    std::fclose(file_);
-    std::error_code ignored;
-    fs::remove(temporary_, ignored);
-  }
-
-  void write(const std::string& text) {
-    if (std::fwrite(text.data(), 1, text.size(), file_) != text.size()) fail();
-  }
-
-  void finish() {
-    if (std::fflush(file_) != 0 || ::fsync(::fileno(file_)) != 0) fail();
-    if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail();
-    std::fclose(file_);
-    file_ = nullptr;
-    fs::path folder = path_.parent_path();
-    if (folder.empty()) folder = ".";
-    const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (descriptor < 0) return;
-    ::fsync(descriptor);
-    ::close(descriptor);
-  }
-
- private:
-  [[noreturn]] void fail() const {
-    const int reason = errno;
-    throw std::runtime_error(path_.string() + ": cannot be written: " + std::strerror(reason));
-  }
-
-  fs::path path_, temporary_;
-  std::FILE* file_;
-};
 
 std::string field(const std::string& text) {
   if (text.find_first_of(",\"\n\r") == std::string::npos) return text;
@@ -88,49 +38,38 @@ void append_figure(std::string* line, float value) {
 }  // namespace
 
 int64_t write_positions_csv(const Report& report, const fs::path& path) {
-  TextFile file(path);
+  LargeFile file(path);
   file.write("document,position,token,state,kl,nll,top1\n");
   int64_t lines = 0;
-  std::vector<std::string> names;
+  std::vector<std::string> names, documents;
   for (const StateReport& state : report.states) names.push_back(field(state.info.name));
+  for (const DocumentInfo& document : report.documents) documents.push_back(field(document.id));
   std::string text;
-  for (size_t d = 0; d < report.documents.size(); ++d) {
-    const std::string id = field(report.documents[d].id);
-    int64_t length = 0;
-    for (const StateReport& state : report.states)
-      length = std::max(length, state.documents[d].length);
-    for (int64_t t = 0; t < length; ++t) {
-      const auto i = static_cast<size_t>(t);
-      for (size_t s = 0; s < report.states.size(); ++s) {
-        const StateDocument& values = report.states[s].documents[d];
-        if (t < values.first_position || t >= values.length) continue;
-        text += id + ",";
-        append_number(&text, t);
-        text += ",";
-        append_number(&text, report.token_ids[d].at(i));
-        text += "," + names[s] + ",";
-        append_figure(&text, values.kl[i]);
-        text += ",";
-        if (t + 1 < report.documents[d].tokens && i < values.nll.size())
-          append_figure(&text, values.nll[i]);
-        text += ",";
-        if (values.top1[i] != kNoTop1) append_number(&text, static_cast<int>(values.top1[i]));
-        text += "\n";
-        ++lines;
-      }
-      if (text.size() > 1 << 20) {
-        file.write(text);
-        text.clear();
-      }
+  visit_positions(report, [&](const PositionRow& row) {
+    text += documents[row.document] + ",";
+    append_number(&text, row.position);
+    text += ",";
+    append_number(&text, row.token);
+    text += "," + names[row.state] + ",";
+    append_figure(&text, row.kl);
+    text += ",";
+    if (row.nll) append_figure(&text, *row.nll);
+    text += ",";
+    if (row.top1) append_number(&text, static_cast<int>(*row.top1));
+    text += "\n";
+    ++lines;
+    if (text.size() > 1 << 20) {
+      file.write(text);
+      text.clear();
     }
-  }
+  });
   file.write(text);
   file.finish();
   return lines;
 }
 
 int64_t write_answers_csv(const Report& report, const fs::path& path) {
-  TextFile file(path);
+  LargeFile file(path);
   file.write(
       "task,item,category,level,repeat,state,gold,extracted,correct,finish_reason,tokens,rule,"
       "stage,seconds,prompt_sha256\n");
@@ -145,7 +84,7 @@ int64_t write_answers_csv(const Report& report, const fs::path& path) {
       line += "," + field(state.info.name) + "," + field(item.gold) + "," +
               field(answer.extracted) + "," + (answer.correct ? "1" : "0") + "," +
               field(answer.finish_reason) + ",";
-      append_number(&line, answer.tokens);
+      if (answer.tokens >= 0) append_number(&line, answer.tokens);
       line += "," + field(answer.rule) + ",";
       append_number(&line, answer.stage);
       line += ",";

@@ -1,4 +1,5 @@
-// A run's figures in open formats: one CSV line a state and position, one a state and answer.
+// A run's figures in open formats, CSV and Parquet: one row a state and position, one a state and
+// answer.
 #pragma once
 
 #include <filesystem>
@@ -18,5 +19,10 @@ int64_t write_positions_csv(const Report& report, const std::filesystem::path& p
 /// stage,seconds,prompt_sha256 to `path`, ordered by state and as answered; `extracted` is empty
 /// where no answer was found. Throws and returns as above.
 int64_t write_answers_csv(const Report& report, const std::filesystem::path& path);
+
+/// The rows and columns of the CSV files as Parquet: FP32 figures, null where the CSV is empty, and
+/// of answers also `text` and the lists `token_ids` and `margins`. Throw and return as above.
+int64_t write_positions_parquet(const Report& report, const std::filesystem::path& path);
+int64_t write_answers_parquet(const Report& report, const std::filesystem::path& path);
 
 }  // namespace replayeval

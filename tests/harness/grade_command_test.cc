@@ -299,3 +299,41 @@ TEST_CASE("stored answers are graded again, and the verdicts that changed are na
   CHECK(contains(refused([&] { grade_answers(again); }),
                  "expected a run with graded answers, got one without"));
 }
+
+TEST_CASE("samples exported from a report are imported again as the same verdicts") {
+  const Folder place("samples");
+  grade_answers(import_of({{kAnswers / "served.jsonl", "engine"}}, place / "r.h5"));
+  ReportOptions options;
+  options.runs = {(place / "r.h5").string()};
+  options.export_as = "samples";
+  options.out = (place / "out").string();
+  CHECK(report_command(options) == 0);
+  const fs::path file = place / "out/samples_mini-math_engine.jsonl";
+  REQUIRE(fs::exists(file));
+  const std::vector<std::string> lines = lines_of(file);
+  REQUIRE(lines.size() == 60);
+  const nlohmann::json first = nlohmann::json::parse(lines[0]);
+  CHECK(first["filtered_resps"][0] == "69");
+  CHECK(first["finish_reason"] == "stop");
+  CHECK(contains(grade_answers(import_of({{file, "engine"}}, place / "again.h5")),
+                 "60 answers to 60 of the 100 items"));
+  const Report a = read_report(place / "r.h5"), b = read_report(place / "again.h5");
+  CHECK(a.items == b.items);
+  REQUIRE(b.states[0].answers.size() == 60);
+  for (size_t i = 0; i < 60; ++i) {
+    const Answer &x = a.states[0].answers[i], &y = b.states[0].answers[i];
+    CHECK(x.text == y.text);
+    CHECK(x.correct == y.correct);
+    CHECK(x.tokens == y.tokens);
+    CHECK(x.finish_reason == y.finish_reason);
+  }
+  CHECK(compare(a, b, {}, nullptr).tables.size() == 1);
+
+  options.export_as = "parquet";
+  CHECK(report_command(options) == 0);
+  CHECK(fs::exists(place / "out/answers.parquet"));
+  CHECK_FALSE(fs::exists(place / "out/positions.parquet"));
+  options.export_as = "xls";
+  CHECK(refused([&] { report_command(options); }) ==
+        "2: report: --export: expected csv, parquet or samples, got 'xls'");
+}
