@@ -1,26 +1,24 @@
 #include "harness/teacher_forced.h"
 
-#include <omp.h>
-#include <unistd.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
-#include <thread>
 
 #include "base/hash.h"
-#include "harness/build_info.h"
+#include "harness/answer_documents.h"
+#include "harness/document_snapshot.h"
 #include "harness/dump_states.h"
 #include "harness/metrics.h"
 #include "harness/progress.h"
+#include "harness/run_plan.h"
 #include "harness/sweep.h"
 #include "models/state_store.h"
-#include "models/torch_dense.h"
 #include "reports/run_folder.h"
 #include "reports/state_dump.h"
 
@@ -28,105 +26,12 @@ namespace replayeval {
 namespace {
 
 constexpr int64_t kUnitTokens = 1024;
+constexpr int64_t kTrimUnits = 8;  // units between two returns of free memory
 constexpr int kDefaultChunk = 256;
 constexpr int64_t kWarningTokens = 1024;  // positions whose mean NLL tells a wrongly loaded model
 
 int chunk_tokens(const Experiment& experiment) {
   return experiment.chunk_tokens > 0 ? experiment.chunk_tokens : kDefaultChunk;
-}
-
-int64_t available_memory() {
-  std::ifstream file("/proc/meminfo");
-  std::string name;
-  int64_t kib = 0;
-  std::string unit;
-  while (file >> name >> kib) {
-    std::getline(file, unit);
-    if (name == "MemAvailable:") return kib * 1024;
-  }
-  return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGE_SIZE);
-}
-
-std::string kind_of(const Mixer& mixer) {
-  if (std::holds_alternative<Mamba2Spec>(mixer)) return "mamba2";
-  if (std::holds_alternative<GdnSpec>(mixer)) return "gdn";
-  return {};
-}
-
-/// Layers with recurrent state, in block order.
-std::vector<LayerInfo> recurrent_layers(const ModelSpec& model) {
-  std::vector<LayerInfo> layers;
-  for (const Block& block : model.blocks) {
-    for (const Branch& branch : block.branches) {
-      if (auto shape = state_shape(branch.mixer, block.layer)) {
-        layers.push_back({block.layer, kind_of(branch.mixer), shape->heads, {}});
-      }
-    }
-  }
-  return layers;
-}
-
-std::string rounding_name(const StateCodec& codec) {
-  return codec.rounding == Rounding::stochastic ? "sr" : "rtn";
-}
-
-StateInfo state_info(const StatePrecision& precision, const StatePrecision& baseline,
-                     const ModelSpec& model) {
-  StateInfo info;
-  info.name = precision.name;
-  info.definition = state_definition(precision, baseline);
-  info.sha256 = state_identity(precision, baseline);
-  info.recurrence = codec_name({precision.recurrence.format, Rounding::nearest_even});
-  info.recurrence_rounding = rounding_name(precision.recurrence);
-  if (precision.read) {
-    info.read = codec_name({precision.read->format, Rounding::nearest_even});
-    info.read_rounding = rounding_name(*precision.read);
-  }
-  info.window = precision.options.window;
-  info.seed = precision.options.seed;
-  info.options = {{"gdn_fold", std::string(name_of(precision.options.gdn_fold))},
-                  {"flush_output", std::string(name_of(precision.options.flush_output))},
-                  {"ring", std::string(name_of(precision.options.ring))},
-                  {"ring_u", std::string(name_of(precision.options.ring_u))},
-                  {"beta", std::string(name_of(precision.options.beta))},
-                  {"dot", std::string(name_of(precision.options.dot))},
-                  {"layers", precision.layers.text()},
-                  {"heads", precision.heads.text()}};
-  int64_t elements = 0;
-  for (const Block& block : model.blocks) {
-    for (const Branch& branch : block.branches) {
-      const auto shape = state_shape(branch.mixer, block.layer);
-      if (!shape) continue;
-      elements += shape->state.elements() * shape->heads;
-      const RowSpec row{precision, 0, 0, 0};
-      info.bytes_per_sequence +=
-          static_cast<int64_t>(StateStore(*shape, {&row, 1}, baseline).checkpoint_bytes(0));
-    }
-  }
-  if (elements > 0)
-    info.bits_per_element =
-        8.0 * static_cast<double>(info.bytes_per_sequence) / static_cast<double>(elements);
-  return info;
-}
-
-/// Layer or head selections that choose nothing in this model are errors.
-void check_selections(const StatePrecision& precision, const ModelSpec& model) {
-  if (precision.whole_model()) return;
-  for (const Block& block : model.blocks) {
-    for (const Branch& branch : block.branches) {
-      const auto shape = state_shape(branch.mixer, block.layer);
-      if (!shape || !precision.layers.contains(block.layer)) continue;
-      for (int h = 0; h < shape->heads; ++h) {
-        if (precision.heads.contains(h)) return;
-      }
-    }
-  }
-  std::string known;
-  for (const LayerInfo& layer : recurrent_layers(model))
-    known += (known.empty() ? "" : ", ") + std::to_string(layer.index);
-  throw std::invalid_argument(
-      "states: " + precision.name +
-      ": the selection holds no layer and head with state; layers with state: " + known);
 }
 
 LayerHealth difference(const StoreHealth& now, const StoreHealth& before) {
@@ -173,12 +78,13 @@ struct WorkItem {
 class TeacherForcedRun {
  public:
   TeacherForcedRun(const Experiment& experiment, const RunOptions& options, const Model& model,
-                   const std::vector<Document>& documents, RunFolder& folder,
-                   const MemoryPlan& memory)
+                   const std::vector<Document>& documents, const std::vector<int64_t>& prompts,
+                   RunFolder& folder, const MemoryPlan& memory)
       : experiment_(experiment),
         options_(options),
         model_(model),
         documents_(documents),
+        prompts_(prompts),
         folder_(folder),
         memory_(memory) {
     precisions_.push_back(experiment.baseline);
@@ -194,8 +100,12 @@ class TeacherForcedRun {
  private:
   std::vector<WorkItem> work_items() const;
   bool run_item(const WorkItem& item);
-  KlSpan take_span(const WorkItem& item, const StateSet& states, int64_t first, int64_t end,
-                   std::vector<PositionFigures>& figures, std::vector<StateSpan>& samples);
+  /// The unit that ends at at.position; the next one begins there.
+  KlSpan take_span(const WorkItem& item, const StateSet& states, DocumentProgress& at) const;
+  std::string snapshot_identity(const WorkItem& item) const;
+  /// Whether the units before `position` are stored for all states of the item.
+  bool stored_before(const WorkItem& item, int64_t position) const;
+  bool snapshot_due(int64_t first, int64_t end) const;
   void sample_errors(const WorkItem& item, const StateSet& states, int64_t position,
                      std::vector<StateSpan>& samples) const;
 
@@ -203,12 +113,11 @@ class TeacherForcedRun {
   const RunOptions& options_;
   const Model& model_;
   const std::vector<Document>& documents_;
+  const std::vector<int64_t>& prompts_;  // tokens of each document that are outside the comparison
   RunFolder& folder_;
   MemoryPlan memory_;
   std::vector<StatePrecision> precisions_;  // as the plan's states
   std::optional<Progress> progress_;
-  std::vector<std::vector<StoreHealth>> health_;  // [row][layer] at the end of the last span
-  std::vector<std::vector<double>> decay_;        // [layer][head] sums at the end of the last span
   bool warned_ = false;
   int64_t written_ = 0;
   int64_t compared_ = 0;
@@ -284,31 +193,46 @@ bool TeacherForcedRun::run() {
 bool TeacherForcedRun::run_item(const WorkItem& item) {
   const Document& document = documents_[static_cast<size_t>(item.document)];
   const int64_t length = static_cast<int64_t>(document.tokens.size());
+  const int64_t prompt = prompts_[static_cast<size_t>(item.document)];
   std::vector<RowSpec> rows;
   for (int s : item.states) {
-    rows.push_back({precisions_[static_cast<size_t>(s)], document.stream, experiment_.prompt_tokens,
-                    experiment_.prefill_chunk});
+    rows.push_back(
+        {precisions_[static_cast<size_t>(s)], document.stream, prompt, experiment_.prefill_chunk});
   }
   StateSet states(model_.spec(), experiment_.compute, rows, experiment_.baseline,
                   experiment_.kernels);
   const int row_count = states.rows();
-  health_.assign(static_cast<size_t>(row_count), {});
+  DocumentProgress at;
+  at.figures.resize(static_cast<size_t>(row_count));
+  at.samples.resize(static_cast<size_t>(row_count));
+  at.health.resize(static_cast<size_t>(row_count));
   for (int r = 0; r < row_count; ++r) {
     for (const StateStore* store : states.stores())
-      health_[static_cast<size_t>(r)].push_back(store->health(r));
+      at.health[static_cast<size_t>(r)].push_back(store->health(r));
   }
-  decay_.clear();
   if (!experiment_.dump_states.empty()) {
     for (StateStore* store : states.stores()) store->set_trace(experiment_.baseline.options.window);
   }
-  std::vector<PositionFigures> figures(static_cast<size_t>(row_count));
-  std::vector<StateSpan> samples(static_cast<size_t>(row_count));
-  double nll_sum = 0;
-  int64_t nll_count = 0;
-  for (int64_t first = 0, span_first = 0; first < length;) {
-    int64_t end = std::min({length, first + chunk_tokens(experiment_), span_first + kUnitTokens});
+  const std::string identity = snapshot_identity(item);
+  DocumentProgress stored = at;
+  if (options_.resume && load_snapshot(folder_, item.name, identity, stored, states)) {
+    if (stored_before(item, stored.span_first)) {
+      at = std::move(stored);
+    } else {
+      // A unit was lost since: everything is computed again.
+      for (int r = 0; r < row_count; ++r) states.reset(r, rows[static_cast<size_t>(r)]);
+    }
+  }
+  if (at.position > 0) {
+    progress_->skip(at.position);
+    progress_->note("document " + document.id + ": goes on at position " +
+                    std::to_string(at.position) + " from a snapshot");
+  }
+  while (at.position < length) {
+    const int64_t first = at.position;
+    int64_t end =
+        std::min({length, first + chunk_tokens(experiment_), at.span_first + kUnitTokens});
     // Flushes fall on multiples of L counted from the first decoded token, so samples do too.
-    const int64_t prompt = experiment_.prompt_tokens;
     if (const int64_t every = experiment_.state_error_every; every > 0 && first >= prompt) {
       end = std::min(end, prompt + ((first - prompt) / every + 1) * every);
     } else if (every > 0) {
@@ -331,15 +255,15 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
     const std::vector<PositionFigures> chunk = measure(model_, hidden, row_count, count, targets);
 
     for (int r = 0; r < row_count; ++r)
-      figures[static_cast<size_t>(r)].append(chunk[static_cast<size_t>(r)]);
+      at.figures[static_cast<size_t>(r)].append(chunk[static_cast<size_t>(r)]);
     for (size_t t = 0;
          t < chunk[0].nll_nats.size() && first + static_cast<int64_t>(t) < kWarningTokens; ++t) {
       if (std::isnan(chunk[0].nll_nats[t])) continue;
-      nll_sum += double{chunk[0].nll_nats[t]};
-      ++nll_count;
+      at.nll_sum += double{chunk[0].nll_nats[t]};
+      ++at.nll_count;
     }
-    if (!warned_ && (end >= kWarningTokens || end == length) && nll_count > 0 &&
-        nll_sum / static_cast<double>(nll_count) >
+    if (!warned_ && (end >= kWarningTokens || end == length) && at.nll_count > 0 &&
+        at.nll_sum / static_cast<double>(at.nll_count) >
             std::log(static_cast<double>(model_.spec().vocabulary)) / 2) {
       warned_ = true;
       char text[240];
@@ -347,8 +271,8 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
                     "WARNING: mean NLL of the first %lld tokens of document %s is %.2f nats, above "
                     "ln(vocabulary)/2 = %.2f: is the "
                     "model or the tokenizer loaded wrongly?",
-                    static_cast<long long>(nll_count), document.id.c_str(),
-                    nll_sum / static_cast<double>(nll_count),
+                    static_cast<long long>(at.nll_count), document.id.c_str(),
+                    at.nll_sum / static_cast<double>(at.nll_count),
                     std::log(static_cast<double>(model_.spec().vocabulary)) / 2);
       progress_->note(text);
     }
@@ -361,25 +285,57 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
     }
     if (const int64_t every = experiment_.state_error_every;
         every > 0 && end > prompt && (end - prompt) % every == 0) {
-      sample_errors(item, states, end - 1, samples);
+      sample_errors(item, states, end - 1, at.samples);
     }
     for (int r = 0; r < row_count; ++r) {
       progress_->observe(item.states[static_cast<size_t>(r)],
                          chunk[static_cast<size_t>(r)].kl_nats);
     }
     progress_->advance(count);
-    first = end;
-    if (end == length || end == span_first + kUnitTokens) {
-      const KlSpan span = take_span(item, states, span_first, end, figures, samples);
+    at.position = end;
+    if (end == length || end == at.span_first + kUnitTokens) {
+      const KlSpan span = take_span(item, states, at);
       (folder_.put(span) == PutOutcome::written ? written_ : compared_) += 1;
-      span_first = end;
+      // The caches' pages settle between the chunks' temporary arrays; without this the gaps stay
+      // and memory grows by a quarter more than the caches.
+      if (end / kUnitTokens % kTrimUnits == 0) malloc_trim(0);
     }
-    if (stop_requested()) {
-      progress_->note("stopped; finished units are kept, --resume goes on");
+    const bool stop = stop_requested();
+    if (end < length && (stop || snapshot_due(first, end))) {
+      save_snapshot(folder_, item.name, identity, at, states);
+    }
+    if (stop) {
+      progress_->note("stopped; everything up to here is kept, --resume goes on");
       return false;
     }
   }
+  remove_snapshot(folder_, item.name, at, row_count);
   return true;
+}
+
+// What a snapshot belongs to: the states and the text up to its end.
+std::string TeacherForcedRun::snapshot_identity(const WorkItem& item) const {
+  const Document& document = documents_[static_cast<size_t>(item.document)];
+  std::string text = document.id + " " + document.sha256 + "\n";
+  for (int s : item.states) {
+    text += state_identity(precisions_[static_cast<size_t>(s)], experiment_.baseline) + "\n";
+  }
+  return text;
+}
+
+bool TeacherForcedRun::stored_before(const WorkItem& item, int64_t position) const {
+  for (const Unit& unit : folder_.missing()) {
+    if (unit.document != item.document || unit.first >= position) continue;
+    for (int s : unit.states) {
+      if (std::ranges::find(item.states, s) != item.states.end()) return false;
+    }
+  }
+  return true;
+}
+
+bool TeacherForcedRun::snapshot_due(int64_t first, int64_t end) const {
+  const int64_t every = experiment_.snapshot_tokens;
+  return every > 0 && first / every != end / every;
 }
 
 void TeacherForcedRun::sample_errors(const WorkItem& item, const StateSet& states, int64_t position,
@@ -407,9 +363,10 @@ void TeacherForcedRun::sample_errors(const WorkItem& item, const StateSet& state
   }
 }
 
-KlSpan TeacherForcedRun::take_span(const WorkItem& item, const StateSet& states, int64_t first,
-                                   int64_t end, std::vector<PositionFigures>& figures,
-                                   std::vector<StateSpan>& samples) {
+KlSpan TeacherForcedRun::take_span(const WorkItem& item, const StateSet& states,
+                                   DocumentProgress& at) const {
+  const int64_t first = at.span_first;
+  const int64_t end = at.position;
   const Document& document = documents_[static_cast<size_t>(item.document)];
   const auto stores = states.stores();
   KlSpan span;
@@ -417,22 +374,22 @@ KlSpan TeacherForcedRun::take_span(const WorkItem& item, const StateSet& states,
   span.first = first;
   span.tokens.assign(document.tokens.begin() + first, document.tokens.begin() + end);
   for (size_t r = 0; r < item.states.size(); ++r) {
-    StateSpan state = std::move(samples[r]);
-    samples[r] = {};
+    StateSpan state = std::move(at.samples[r]);
+    at.samples[r] = {};
     state.state = item.states[r];
-    state.kl = std::move(figures[r].kl_nats);
-    state.nll = std::move(figures[r].nll_nats);
-    state.top1 = std::move(figures[r].top1);
-    figures[r] = {};
-    for (int64_t t = first; t < std::min(end, experiment_.prompt_tokens); ++t) {
+    state.kl = std::move(at.figures[r].kl_nats);
+    state.nll = std::move(at.figures[r].nll_nats);
+    state.top1 = std::move(at.figures[r].top1);
+    at.figures[r] = {};
+    for (int64_t t = first; t < std::min(end, prompts_[static_cast<size_t>(item.document)]); ++t) {
       const size_t i = static_cast<size_t>(t - first);
       state.kl[i] = state.nll[i] = std::numeric_limits<float>::quiet_NaN();
       state.top1[i] = kNoTop1;
     }
     for (size_t l = 0; l < stores.size(); ++l) {
       const StoreHealth now = stores[l]->health(static_cast<int>(r));
-      state.health.push_back(difference(now, health_[r][l]));
-      health_[r][l] = now;
+      state.health.push_back(difference(now, at.health[r][l]));
+      at.health[r][l] = now;
     }
     span.states.push_back(std::move(state));
   }
@@ -444,58 +401,29 @@ KlSpan TeacherForcedRun::take_span(const WorkItem& item, const StateSet& states,
       if (h >= sums[l].size()) {
         span.decay_sum.push_back(0);
       } else {
-        span.decay_sum.push_back(sums[l][h] - (decay_.empty() ? 0.0 : decay_[l][h]));
+        span.decay_sum.push_back(sums[l][h] - (at.decay.empty() ? 0.0 : at.decay[l][h]));
       }
     }
   }
-  decay_ = sums;
+  at.decay = sums;
+  at.span_first = end;
   return span;
 }
 
 RunPlan make_plan(const Experiment& experiment, const Model& model, const Tokenizer& tokenizer,
-                  const LoadedDocuments& loaded) {
-  RunPlan plan;
-  plan.run.job = experiment.job;
-  plan.run.experiment = resolved_text(experiment);
-  plan.run.model = experiment.model;
-  plan.run.model_sha256 = model.checkpoint().hash();
-  plan.run.family = model.spec().family;
-  plan.run.tokenizer = experiment.tokenizer.string();
-  plan.run.tokenizer_sha256 = tokenizer.sha256();
+                  const LoadedDocuments& loaded, const std::vector<int64_t>& prompts) {
+  RunPlan plan = common_plan(experiment, model, tokenizer);
   plan.run.data = experiment.data.path.string();
   std::string hashes;
   for (const Document& document : loaded.documents)
     hashes += document.id + " " + document.sha256 + "\n";
   plan.run.data_sha256 = sha256_hex(hashes);
-  const BuildInfo build = build_info();
-  plan.run.revision = build.revision;
-  plan.run.compiler = build.compiler;
-  plan.run.versions = build.versions;
-  plan.run.device = experiment.device;
-  plan.run.compute = experiment.compute == ComputeType::fp32 ? "fp32" : "bf16";
-  plan.run.dense = experiment.dense == DenseMode::invariant ? "invariant" : "fast";
-  plan.run.baseline = experiment.baseline.name;
-  plan.run.window = experiment.state_options.window;
-  plan.run.seed = experiment.state_options.seed;
-  plan.run.vocabulary = model.spec().vocabulary;
   plan.run.prompt_tokens = experiment.prompt_tokens;
-  plan.run.threads = omp_get_max_threads();
-  plan.run.created = utc_now();
-  for (const std::string& note : model.spec().notes)
-    plan.run.versions["note " + std::to_string(plan.run.versions.size())] = note;
-  for (const ExperimentField& field : experiment_fields(experiment))
-    plan.settings.push_back({field.name, field.value});
-  plan.settings.push_back({"model sha256", plan.run.model_sha256});
-  plan.settings.push_back({"tokenizer sha256", plan.run.tokenizer_sha256});
-  for (const Document& document : loaded.documents) {
+  for (size_t d = 0; d < loaded.documents.size(); ++d) {
+    const Document& document = loaded.documents[d];
     plan.documents.push_back({document.id, document.title,
                               static_cast<int64_t>(document.tokens.size()), document.sha256,
-                              document.stream});
-  }
-  plan.layers = recurrent_layers(model.spec());
-  plan.states.push_back(state_info(experiment.baseline, experiment.baseline, model.spec()));
-  for (const StatePrecision& precision : experiment.states) {
-    plan.states.push_back(state_info(precision, experiment.baseline, model.spec()));
+                              document.stream, experiment.data_answers ? prompts[d] : 0});
   }
   plan.unit_tokens = kUnitTokens;
   return plan;
@@ -519,45 +447,11 @@ void print_memory(const MemoryPlan& plan, int64_t tokens, int documents) {
 MemoryPlan plan_memory(const Experiment& experiment, const ModelSpec& model,
                        int64_t longest_document, int documents, int states) {
   MemoryPlan plan;
-  auto matrix = [](const WeightView& w) { return w.rows * w.cols * weight_bytes(w.type); };
-  int64_t widest = model.hidden;
-  plan.weights = matrix(model.embedding);
-  if (model.lm_head.weight.data != model.embedding.data)
-    plan.weights += matrix(model.lm_head.weight);
-  const KvType kv = experiment.compute == ComputeType::bf16 ? KvType::bf16 : KvType::fp32;
-  for (const Block& block : model.blocks) {
-    for (const Branch& branch : block.branches) {
-      if (const auto shape = state_shape(branch.mixer, block.layer)) {
-        plan.state_per_row += shape->heads * shape->state.elements() * int64_t{8};
-        plan.state_per_row += int64_t{kMaxWindow + shape->conv_kernel} *
-                              (shape->channels + shape->scalars + shape->corrections) * 4;
-        widest = std::max<int64_t>(widest, 3 * int64_t{shape->channels});
-      }
-      if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
-        plan.cache_per_row += static_cast<int64_t>(
-            KvCache::bytes_needed(attention->kv_heads, attention->head_dim, kv, longest_document));
-        plan.weights += matrix(attention->q.weight) + matrix(attention->k.weight) +
-                        matrix(attention->v.weight) + matrix(attention->o.weight);
-      } else if (const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer)) {
-        plan.weights += matrix(mamba->in_proj.weight) + matrix(mamba->out_proj.weight);
-      } else if (const auto* gdn = std::get_if<GdnSpec>(&branch.mixer)) {
-        plan.weights +=
-            matrix(gdn->qkv.weight) + matrix(gdn->z.weight) + matrix(gdn->out_proj.weight);
-      } else if (const auto* mlp = std::get_if<MlpSpec>(&branch.mixer)) {
-        plan.weights += matrix(mlp->up.weight) + matrix(mlp->down.weight) +
-                        (mlp->gate ? matrix(mlp->gate->weight) : 0);
-        widest = std::max(widest, 2 * mlp->up.weight.rows);
-      } else if (const auto* moe = std::get_if<MoeSpec>(&branch.mixer)) {
-        for (const MlpSpec& expert : moe->experts) {
-          plan.weights += matrix(expert.up.weight) + matrix(expert.down.weight) +
-                          (expert.gate ? matrix(expert.gate->weight) : 0);
-        }
-        widest = std::max(
-            widest, int64_t{moe->experts_per_token} * 3 * moe->experts.front().up.weight.rows);
-      }
-    }
-  }
-  plan.chunk_per_row = int64_t{chunk_tokens(experiment)} * (widest + 4 * model.hidden) * 4;
+  const RowMemory row_bytes = row_memory(experiment, model, longest_document);
+  plan.weights = row_bytes.weights;
+  plan.cache_per_row = row_bytes.cache;
+  plan.state_per_row = row_bytes.state;
+  plan.chunk_per_row = row_bytes.chunk;
   plan.available = available_memory();
   const int64_t row = plan.cache_per_row + plan.state_per_row + plan.chunk_per_row;
   const int64_t logits = kLogitSliceBytes;
@@ -578,14 +472,16 @@ MemoryPlan plan_memory(const Experiment& experiment, const ModelSpec& model,
 
 int run_teacher_forced(const Experiment& requested, const RunOptions& options) {
   Experiment experiment = requested;
-  const int threads = experiment.threads > 0
-                          ? experiment.threads
-                          : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  omp_set_num_threads(threads);
-  set_torch_threads(threads);
+  use_threads(experiment.threads);
 
   const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(experiment.tokenizer);
-  const LoadedDocuments loaded = load_documents(experiment.data, *tokenizer);
+  AnswerDocuments answers;
+  if (experiment.data_answers) answers = load_answer_documents(experiment, *tokenizer);
+  const LoadedDocuments loaded = experiment.data_answers
+                                     ? std::move(answers.loaded)
+                                     : load_documents(experiment.data, *tokenizer);
+  std::vector<int64_t> prompts = std::move(answers.prompt_tokens);
+  prompts.resize(loaded.documents.size(), experiment.prompt_tokens);
   const Model model(Checkpoint::open(experiment.model_folder,
                                      experiment.compute == ComputeType::bf16 ? WeightType::bf16
                                                                              : WeightType::fp32,
@@ -596,6 +492,12 @@ int run_teacher_forced(const Experiment& requested, const RunOptions& options) {
                                 ": tokenizer: " + std::to_string(tokenizer->vocabulary_size()) +
                                 " tokens, more than the model's vocabulary of " +
                                 std::to_string(model.spec().vocabulary));
+  }
+  if (experiment.data_answers && !options.dry_run &&
+      model.checkpoint().hash() != answers.model_sha256) {
+    std::fprintf(stderr, "WARNING: the answers of %s were given by another model (%s, here %s)\n",
+                 experiment.data.path.string().c_str(), answers.model_sha256.substr(0, 12).c_str(),
+                 model.checkpoint().hash().substr(0, 12).c_str());
   }
   for (StatePrecision& precision :
        expand_sweep(experiment.sweep, model.spec(), experiment.state_options)) {
@@ -621,11 +523,11 @@ int run_teacher_forced(const Experiment& requested, const RunOptions& options) {
     return 0;
   }
   RunFolder folder =
-      RunFolder::open(experiment.out, make_plan(experiment, model, *tokenizer, loaded),
+      RunFolder::open(experiment.out, make_plan(experiment, model, *tokenizer, loaded, prompts),
                       options.resume || options.shards > 1 ? OpenMode::resume : OpenMode::fresh);
   for (const std::string& note : folder.notes()) std::fprintf(stderr, "%s\n", note.c_str());
   const size_t kept = folder.finished().size();
-  TeacherForcedRun run(experiment, options, model, loaded.documents, folder, memory);
+  TeacherForcedRun run(experiment, options, model, loaded.documents, prompts, folder, memory);
   const bool complete = run.run();
   if (options.resume) {
     std::fprintf(stderr,

@@ -437,6 +437,7 @@ void StateSet::reset(int r, const RowSpec& spec) {
   for (auto& block : slots_) {
     for (Slot& slot : block) {
       if (slot.store) slot.store->reset(r, spec);
+      if (r == 0) std::ranges::fill(slot.decay_sum, 0.0);
       if (!slot.caches.empty()) slot.caches[i].truncate(0);
     }
   }

@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "base/bytes.h"
 #include "kernels/aligned.h"
 #include "kernels/attention.h"
 #include "kernels/gdn.h"
@@ -97,6 +98,11 @@ class StateStore {
 
   void reset(int row, const RowSpec& spec);
 
+  /// Row r's checkpoints, scale memories, cursors, ring, convolution inputs and counts, and back
+  /// into a row of the same RowSpec. Uncommitted tokens are not part of it.
+  void save(int row, ByteWriter& writer) const;
+  void restore(int row, ByteReader& reader);
+
   /// True when rows a and b compute the same bits inside a prompt: the FP32 form of every head's
   /// plan is the same in both (windows, types of products and records), and neither is encoded
   /// between prompt chunks.
@@ -179,6 +185,18 @@ class StateSet {
   /// copied. Throws std::invalid_argument unless both rows are inside their prompts with nothing
   /// uncommitted, the position is below the end of `to`'s prompt, and same_prompt holds.
   void copy_prompt(int from, int to);
+
+  /// All rows' state but the key-value caches, as bytes: packed checkpoints, rings, cursors,
+  /// convolution inputs, counts, decay sums, positions. Throws std::invalid_argument with
+  /// uncommitted tokens.
+  std::vector<std::byte> save() const;
+  /// Row r's keys and values of positions first .. end - 1, in the caches' type.
+  std::vector<std::byte> save_cache(int r, int64_t first, int64_t end) const;
+  /// Puts what `save` wrote into a set made with the same model and rows; then every piece of a
+  /// row's caches is appended in order of position. Throws std::runtime_error when the bytes do not
+  /// fit.
+  void restore(std::span<const std::byte> bytes);
+  void append_cache(int r, std::span<const std::byte> bytes);
 
   /// Recurrent layers in block order.
   std::vector<StateStore*> stores();
