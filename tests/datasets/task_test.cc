@@ -617,7 +617,7 @@ TEST_CASE("rules take linear time") {
       {"Answer", repeated("Answer \n")},
       {"open boxes", repeated("\\boxed{")},
       {"dollars", repeated("$")},
-      {"minerva", repeated("Final Answer: The final answer is ")},
+      {"minerva", repeated("Final Answer: The final answer is;")},
       {"hopes", repeated(" I hope it is correct")},
       {"hashes", repeated("#### ")},
       {"digits", repeated("1")},
