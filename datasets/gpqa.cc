@@ -13,9 +13,7 @@ namespace replayeval {
 RawItems read_gpqa(const ItemSource& source) {
   RawItems raw;
   const std::string name = "gpqa_" + source.split + ".csv";
-  raw.files = find_files(
-      source, {name, "dataset/" + name},
-      "huggingface.co/datasets/Idavidrein/gpqa (gated: the authors ask not to republish it)");
+  raw.files = find_files(source, {name, "dataset/" + name});
   const std::string path = raw.files.front().string();
   std::ifstream file(path, std::ios::binary);
   if (!file) throw std::runtime_error(path + ": cannot be read");

@@ -10,9 +10,7 @@ RawItems read_gsm8k(const ItemSource& source) {
                                     "grade_school_math/data/" + source.split + ".jsonl"};
   for (std::string& pattern : parquet_patterns(source.split, {"main"}))
     patterns.push_back(std::move(pattern));
-  raw.files =
-      find_files(source, patterns,
-                 "github.com/openai/grade-school-math and huggingface.co/datasets/openai/gsm8k");
+  raw.files = find_files(source, patterns);
   std::vector<nlohmann::json> rows;
   for (const auto& file : raw.files)
     for (nlohmann::json& row : read_rows(file)) rows.push_back(std::move(row));

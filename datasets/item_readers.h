@@ -34,12 +34,14 @@ RawItems read_gpqa(const ItemSource& source);
 RawItems read_math(const ItemSource& source);
 RawItems read_gsm8k(const ItemSource& source);
 
+/// Where a data set comes from, for messages.
+const char* published_as(Task task);
+
 /// The source's path if it is a file, otherwise the files of the first of `patterns` (see
 /// find_data_files) that has any in that folder. Throws std::runtime_error listing what was looked
-/// for, and `published`: where the data set comes from.
+/// for, and where the data set is published.
 std::vector<std::filesystem::path> find_files(const ItemSource& source,
-                                              const std::vector<std::string>& patterns,
-                                              const std::string& published);
+                                              const std::vector<std::string>& patterns);
 
 /// Objects of a JSON array (.json), of a Parquet file's rows (.parquet; columns that hold neither
 /// text nor numbers nor lists of them are left out), or of a file with one a line. Throws

@@ -94,7 +94,10 @@ void check_request(const ItemSource& source) {
   const auto refuse = [&](const std::string& what) {
     throw std::invalid_argument("data: " + task_name(source.task) + ": " + what);
   };
-  if (source.path.empty()) refuse("path is not set");
+  if (source.path.empty()) {
+    refuse("path is not set; expected the data set's folder or file, published as " +
+           std::string(published_as(source.task)));
+  }
   if (source.items && *source.items < 1)
     refuse("items is " + std::to_string(*source.items) + ", expected 1 or more");
   if (source.per_category && *source.per_category < 1) {
@@ -157,8 +160,23 @@ void RawItems::add(Item item) {
   items.push_back(std::move(item));
 }
 
-std::vector<fs::path> find_files(const ItemSource& source, const std::vector<std::string>& patterns,
-                                 const std::string& published) {
+const char* published_as(Task task) {
+  switch (task) {
+    case Task::kMmluPro:
+      return "huggingface.co/datasets/TIGER-Lab/MMLU-Pro";
+    case Task::kGpqa:
+      return "huggingface.co/datasets/Idavidrein/gpqa (gated: the authors ask not to republish it)";
+    case Task::kMath:
+      return "github.com/hendrycks/math, on the hub as EleutherAI/hendrycks_math; its 500-problem "
+             "test split with github.com/openai/prm800k";
+    case Task::kGsm8k:
+      return "github.com/openai/grade-school-math and huggingface.co/datasets/openai/gsm8k";
+  }
+  throw std::logic_error("published_as: no such task");
+}
+
+std::vector<fs::path> find_files(const ItemSource& source,
+                                 const std::vector<std::string>& patterns) {
   if (fs::is_regular_file(source.path)) return {source.path};
   const fs::path folder = data_folder(source.path);
   std::vector<fs::path> files = find_data_files(folder, patterns);

@@ -91,9 +91,7 @@ RawItems read_math(const ItemSource& source) {
   // Found above when they exist; here they are named for the message.
   patterns.push_back("MATH/" + split + "/*/*.json");
   patterns.push_back(split + "/*/*.json");
-  raw.files = find_files(source, patterns,
-                         "github.com/hendrycks/math, on the hub as EleutherAI/hendrycks_math; its "
-                         "500-problem test split with github.com/openai/prm800k");
+  raw.files = find_files(source, patterns);
   for (const fs::path& file : raw.files) {
     // A subject's file numbers its own rows.
     const bool of_subject = raw.files.size() > 1 && file.extension() == ".parquet";

@@ -10,7 +10,7 @@ RawItems read_mmlu_pro(const ItemSource& source) {
   std::vector<std::string> patterns = parquet_patterns(split);
   for (const char* folder : {"", "data/"})
     for (const char* form : {".json", ".jsonl"}) patterns.push_back(folder + split + form);
-  raw.files = find_files(source, patterns, "huggingface.co/datasets/TIGER-Lab/MMLU-Pro");
+  raw.files = find_files(source, patterns);
   std::vector<nlohmann::json> rows;
   for (const auto& file : raw.files)
     for (nlohmann::json& row : read_rows(file)) rows.push_back(std::move(row));

@@ -164,6 +164,13 @@ TEST_CASE("selections are nested and in the file's order") {
                        std::invalid_argument);
 }
 
+TEST_CASE("data that are not named") {
+  CHECK_THROWS_WITH_AS(load_items(source_of(Task::kMmluPro, "")),
+                       "data: mmlu_pro: path is not set; expected the data set's folder or file, "
+                       "published as huggingface.co/datasets/TIGER-Lab/MMLU-Pro",
+                       std::invalid_argument);
+}
+
 TEST_CASE("GPQA rows") {
   TemporaryFolder folder;
   folder.write("gpqa_diamond.csv",
