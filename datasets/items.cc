@@ -188,7 +188,7 @@ std::vector<fs::path> find_files(const ItemSource& source,
       (fs::is_directory(source.path)
            ? "; looked in this folder for" + looked_for
            : ", where there is no file or folder; a folder would hold one of" + looked_for) +
-      "; published as " + published);
+      "; published as " + published_as(source.task));
 }
 
 namespace {
