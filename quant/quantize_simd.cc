@@ -958,8 +958,67 @@ void encode_fast(const EncodeTask& task, float* memory, EncodeCounts* counts) {
   }
 }
 
+namespace {
+
+/// decode_fast of 4-bit codes in blocks of whole vectors of a row (NVFP4, MXFP4): elements from a
+/// table of their sixteen values, scales of kChunk blocks at a time. Factors in the same order.
+REPLAYEVAL_INLINE void decode_nibble_blocks(const FormatDescriptor& d, const PackedLayout& l,
+                                            const std::byte* packed, float* x) {
+  constexpr int kChunk = 64;
+  DecodeConstants k{};
+  if (d.element == ElementKind::floating) k = decode_constants(d.number);
+  DecodeConstants sk{};
+  if (d.block_scale == BlockScale::floating) sk = decode_constants(d.scale_number);
+  float table[16];
+  for (int first = 0; first < 16; first += kLanes) {
+    Words code;
+    for (int i = 0; i < kLanes; ++i) code[i] = static_cast<uint32_t>(first + i);
+    store(table + first, decode_elements(d, k, code));
+  }
+  const std::byte* scales = packed + l.scales;
+  const int total = l.head_dim * l.blocks_across;
+  float scale[kChunk];
+  for (int first = 0; first < total; first += kChunk) {
+    const int count = total - first < kChunk ? total - first : kChunk;
+    const std::byte* codes = scales + static_cast<size_t>(first) * l.scale_size;
+    if (d.block_scale == BlockScale::fp32) {
+      __builtin_memcpy(scale, codes, static_cast<size_t>(count) * 4);
+    } else if (d.block_scale == BlockScale::e8m0) {
+      for (int b = 0; b < count; ++b) scale[b] = decode_e8m0(static_cast<uint32_t>(codes[b]));
+    } else {
+      std::byte padded[2 * kChunk] = {};
+      if (count < kChunk) {
+        __builtin_memcpy(padded, codes, static_cast<size_t>(count) * l.scale_size);
+        codes = padded;
+      }
+      for (int b = 0; b < count; b += kLanes)
+        store(scale + b, decode_floats(sk, load_codes(codes, 8 * l.scale_size, b)));
+    }
+    for (int b = 0; b < count; ++b) {
+      float outer = 1;
+      if (l.outer_count > 0) {
+        const int at = l.outer_count > 1 ? (first + b) / l.blocks_across : 0;
+        __builtin_memcpy(&outer, packed + l.outer + 4 * static_cast<size_t>(at), 4);
+      }
+      const int64_t start = static_cast<int64_t>(first + b) * l.block_columns;
+      for (int c = 0; c < l.block_columns; c += kLanes) {
+        Floats v = look_up16(table, load_codes(packed, 4, start + c)) * splat(scale[b]);
+        if (l.outer_count > 0) v = v * outer;
+        store(x + start + c, v);
+      }
+    }
+  }
+}
+
+}  // namespace
+
 void decode_fast(const FormatDescriptor& d, const PackedLayout& l, const std::byte* packed,
                  float* memory, float* x) {
+  if (l.code_size == 4 && d.block_scale != BlockScale::none && l.block_rows == 1 &&
+      l.block_columns % kLanes == 0 && l.blocks_across * l.block_columns == l.state_dim) {
+    decode_nibble_blocks(d, l, packed, x);
+    return;
+  }
   const int n = l.state_dim;
   if (d.element == ElementKind::fp32) {
     __builtin_memcpy(x, packed, static_cast<size_t>(l.head_dim) * n * 4);
