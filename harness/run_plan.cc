@@ -66,9 +66,8 @@ StateInfo state_info(const StatePrecision& precision, const StatePrecision& base
       const auto shape = state_shape(branch.mixer, block.layer);
       if (!shape) continue;
       elements += shape->state.elements() * shape->heads;
-      const RowSpec row{precision, 0, 0, 0};
       info.bytes_per_sequence +=
-          static_cast<int64_t>(StateStore(*shape, {&row, 1}, baseline).checkpoint_bytes(0));
+          static_cast<int64_t>(checkpoint_bytes(*shape, precision, baseline));
     }
   }
   if (elements > 0)

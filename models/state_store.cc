@@ -19,6 +19,35 @@ HeadPlan fp32_plan(HeadPlan plan) {
   return plan;
 }
 
+/// How each head of a layer keeps its state.
+struct HeadPlans {
+  std::vector<HeadPlan> plans;  // the precision's, then those of the heads outside its selection
+  std::vector<uint8_t> plan_of_head;
+};
+
+HeadPlans plans_of_heads(const StateStore::Shape& shape, const StatePrecision& precision,
+                         const StatePrecision& baseline) {
+  HeadPlans chosen;
+  chosen.plan_of_head.assign(static_cast<size_t>(shape.heads), 0);
+  const StatePrecision& outside = precision.outside ? *precision.outside : baseline;
+  if (!precision.layers.contains(shape.layer)) {
+    chosen.plans.push_back(head_plan(outside));
+    return chosen;
+  }
+  chosen.plans.push_back(head_plan(precision));
+  for (int h = 0; h < shape.heads; ++h) {
+    if (precision.heads.contains(h)) continue;
+    if (chosen.plans.size() == 1) chosen.plans.push_back(head_plan(outside));
+    chosen.plan_of_head[static_cast<size_t>(h)] = 1;
+  }
+  return chosen;
+}
+
+size_t plan_bytes(const HeadPlan& plan, StateShape shape) {
+  return packed_bytes(*plan.recurrence.format, shape) +
+         (plan.read ? packed_bytes(*plan.read->format, shape) : 0);
+}
+
 /// Keeps the last `keep` rows of `width` values of `source`, which holds `count` of them.
 void keep_tail(std::vector<float>& target, const float* source, int count, int keep, int width) {
   target.resize(static_cast<size_t>(keep) * static_cast<size_t>(width));
@@ -40,18 +69,9 @@ void StateStore::reset(int r, const RowSpec& spec) {
   row = Row{};
   row.spec = spec;
   const size_t heads = static_cast<size_t>(shape_.heads);
-  row.plan_of_head.assign(heads, 0);
-  const StatePrecision& outside = spec.precision.outside ? *spec.precision.outside : baseline_;
-  if (spec.precision.layers.contains(shape_.layer)) {
-    row.plans.push_back(head_plan(spec.precision));
-    for (size_t h = 0; h < heads; ++h) {
-      if (spec.precision.heads.contains(static_cast<int>(h))) continue;
-      if (row.plans.size() == 1) row.plans.push_back(head_plan(outside));
-      row.plan_of_head[h] = 1;
-    }
-  } else {
-    row.plans.push_back(head_plan(outside));
-  }
+  HeadPlans chosen = plans_of_heads(shape_, spec.precision, baseline_);
+  row.plans = std::move(chosen.plans);
+  row.plan_of_head = std::move(chosen.plan_of_head);
   for (const HeadPlan& plan : row.plans) row.prompt_plans.push_back(fp32_plan(plan));
   row.in_prompt = spec.prompt_tokens > 0;
   row.pending.assign(row.plans.size(), 0);
@@ -339,11 +359,15 @@ StoreHealth StateStore::health(int r) const {
 size_t StateStore::checkpoint_bytes(int r) const {
   const Row& row = rows_[static_cast<size_t>(r)];
   size_t bytes = 0;
-  for (uint8_t plan_index : row.plan_of_head) {
-    const HeadPlan& plan = row.plans[plan_index];
-    bytes += packed_bytes(*plan.recurrence.format, shape_.state);
-    if (plan.read) bytes += packed_bytes(*plan.read->format, shape_.state);
-  }
+  for (uint8_t plan : row.plan_of_head) bytes += plan_bytes(row.plans[plan], shape_.state);
+  return bytes;
+}
+
+size_t checkpoint_bytes(const StateStore::Shape& shape, const StatePrecision& precision,
+                        const StatePrecision& baseline) {
+  const HeadPlans chosen = plans_of_heads(shape, precision, baseline);
+  size_t bytes = 0;
+  for (uint8_t plan : chosen.plan_of_head) bytes += plan_bytes(chosen.plans[plan], shape.state);
   return bytes;
 }
 

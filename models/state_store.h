@@ -231,6 +231,11 @@ class StateSet {
   std::vector<std::vector<Slot>> slots_;  // [block][branch]
 };
 
+/// Packed bytes of both checkpoints of one layer of one row in this precision, without allocating
+/// them.
+size_t checkpoint_bytes(const StateStore::Shape& shape, const StatePrecision& precision,
+                        const StatePrecision& baseline);
+
 /// Shape of a mixer's recurrent state; nothing for mixers without one.
 std::optional<StateStore::Shape> state_shape(const Mixer& mixer, int layer);
 
