@@ -281,9 +281,11 @@ TEST_CASE("answers: accuracy with Wilson intervals and by length of the baseline
   CHECK(contains(page, "definition of the task"));
   CHECK(contains(page, "GOLD ANSWER"));
   report.run.tasks[0].private_data = true;
+  report.run.tasks.push_back({"open", 1, "", "prompt of the open task", false, false});
   const std::string hidden = report_html(report, kl_statistics(report));
   for (const char* text : {"the secret text", "definition of the task", "GOLD ANSWER", "GIVEN"})
     CHECK_MESSAGE(!contains(hidden, text), text);
+  CHECK(contains(hidden, "prompt of the open task"));
   CHECK(contains(hidden, "Texts and tokens of private tasks are left out."));
   CHECK(contains(hidden, "task&#39;s hash") + contains(hidden, "task's hash") == 1);
   const nlohmann::json task = data_of(page)["answers"]["tasks"][0];
