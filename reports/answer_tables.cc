@@ -101,7 +101,8 @@ Table accuracy_table(const Report& report, const AnswerStatistics& statistics) {
   if (paired) {
     table.notes.push_back(
         "change: against " + report.run.baseline +
-        " on the same items, paired bootstrap over items; lost and gained answers, exact McNemar" +
+        " on the same items, paired bootstrap over items (a score interval where none differs); "
+        "lost and gained answers, exact McNemar" +
         (repeated ? ", which takes the repeats of an item as independent." : "."));
     table.notes.push_back(shown
                               ? format("* p < %.3g; the other changes are not shown.", kShownBelow)

@@ -789,6 +789,10 @@ Table answer_table(const Report& base, const Report& candidate, const std::vecto
       Estimate change;
       change.value = draws.estimate[0];
       change.interval = interval(draws, 0, Scale::linear);
+      if (answers.lost + answers.gained == 0) {
+        const Interval limits = no_difference(answers.items);
+        change.interval = {100 * limits.low, 100 * limits.high};
+      }
       table.rows.push_back({pair.name, task, std::to_string(answers.items),
                             format("%.2f", draws.estimate[1]), format("%.2f", draws.estimate[2]),
                             number(change), std::to_string(answers.lost),

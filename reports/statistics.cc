@@ -476,6 +476,13 @@ Interval wilson(int64_t successes, int64_t trials) {
                          static_cast<double>(trials));
 }
 
+Interval no_difference(int64_t items) {
+  if (items <= 0) return {};
+  const double z = boost::math::quantile(boost::math::normal(), 0.975);
+  const double reach = z * z / (static_cast<double>(items) + z * z);
+  return {-reach, reach};
+}
+
 double mcnemar_exact(int64_t lost, int64_t gained) {
   const int64_t n = lost + gained;
   if (n == 0) return 1;
@@ -511,6 +518,9 @@ PairedDifference paired_bootstrap(std::span<const double> base, std::span<const 
   out.difference = draws.estimate[0];
   out.standard_error = standard_error(draws, 0, Scale::linear);
   out.interval = interval(draws, 0, Scale::linear);
+  const bool same = std::all_of(sums.documents.begin(), sums.documents.end(),
+                                [](const auto& cells) { return cells[0].sums[0] == 0; });
+  if (same) out.interval = no_difference(out.items);
   return out;
 }
 

@@ -121,6 +121,10 @@ Interval wilson_of_share(double share, double trials);
 /// 1/2, p = min(1, 2 P(X <= min(lost, gained))); 1 for no discordant pair.
 double mcnemar_exact(int64_t lost, int64_t gained);
 
+/// 95 % interval of a paired change of shares when none of `items` differs, where a bootstrap knows
+/// no spread: the score test (Tango 1998) inverted, -z^2 / (n + z^2) to z^2 / (n + z^2).
+Interval no_difference(int64_t items);
+
 struct PairedDifference {
   int64_t items = 0;  // clusters
   double difference;  // mean of candidate - base
@@ -129,7 +133,8 @@ struct PairedDifference {
 };
 
 /// Mean of candidate - base with a bootstrap over clusters: values with the same `cluster` (repeats
-/// of an item) are drawn together. All spans have equal length; throws std::invalid_argument
+/// of an item) are drawn together. Where no cluster differs the interval is no_difference(). All
+/// spans have equal length; throws std::invalid_argument
 /// otherwise.
 PairedDifference paired_bootstrap(std::span<const double> base, std::span<const double> candidate,
                                   std::span<const int64_t> cluster,

@@ -223,6 +223,22 @@ TEST_CASE("tables, CSV and JSON of answers agree") {
   CHECK(contains(file.attribute<std::string>("/summary/answers", "text"), "72.50 [57.17, 83.89]"));
 }
 
+TEST_CASE("where no answer differs the interval is what so many items can show") {
+  const std::string verdicts = "+++-+++-++++";
+  const AnswerStatistics same = answer_statistics(spelled({verdicts, verdicts}));
+  const PairedFigures& p = *same.find("math", 1, AnswerGroup::all, "")->against_baseline;
+  CHECK(p.change == 0);
+  CHECK(p.p == 1);
+  // At the limit d the score z = sqrt(n d / (1 - d)) is 1.96: d = 3.8415 / 15.8415.
+  CHECK(p.interval.high == doctest::Approx(0.24249).epsilon(1e-4));
+  CHECK(p.interval.low == -p.interval.high);
+  CHECK(std::sqrt(12 * p.interval.high / (1 - p.interval.high)) == doctest::Approx(1.959964));
+  // Repeats that agree count once.
+  const AnswerStatistics repeated = answer_statistics(spelled({verdicts, verdicts}, 3));
+  CHECK(repeated.find("math", 1, AnswerGroup::all, "")->against_baseline->interval.high ==
+        doctest::Approx(3.8414588 / 7.8414588));
+}
+
 TEST_CASE("a change that is not shown is called so") {
   const AnswerStatistics statistics = answer_statistics(spelled({"++++++++", "++++++--"}));
   CHECK(contains(answer_text(spelled({"++++++++", "++++++--"}), statistics),
