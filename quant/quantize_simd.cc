@@ -302,26 +302,69 @@ REPLAYEVAL_INLINE Words encode_elements(const ElementConstants& k, Floats y, Wor
   }
 }
 
+// Between vectors of words and packed codes. The compiler takes generic conversions of narrow
+// vectors apart element by element, so the instructions are named where there are some.
+
+#if defined(__AVX512F__)
+REPLAYEVAL_INLINE Pairs widen_nibble_pairs(NibblePairs x) {
+  return (Pairs)_mm512_cvtepu8_epi64(_mm_cvtsi64_si128((int64_t)x));
+}
+REPLAYEVAL_INLINE Words widen_bytes(Bytes x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
+REPLAYEVAL_INLINE Words widen_halves(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
+REPLAYEVAL_INLINE NibblePairs narrow_nibble_pairs(Pairs x) {
+  return (NibblePairs)_mm_cvtsi128_si64(_mm512_cvtepi64_epi8((__m512i)x));
+}
+REPLAYEVAL_INLINE Bytes narrow_bytes(Words x) { return (Bytes)_mm512_cvtepi32_epi8((__m512i)x); }
+REPLAYEVAL_INLINE Halves narrow_halves(Words x) {
+  return (Halves)_mm512_cvtepi32_epi16((__m512i)x);
+}
+#else
+#if defined(__AVX2__)
+REPLAYEVAL_INLINE Pairs widen_nibble_pairs(NibblePairs x) {
+  int bytes;
+  __builtin_memcpy(&bytes, &x, 4);
+  return (Pairs)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes));
+}
+REPLAYEVAL_INLINE Words widen_bytes(Bytes x) {
+  int64_t bytes;
+  __builtin_memcpy(&bytes, &x, 8);
+  return (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bytes));
+}
+REPLAYEVAL_INLINE Words widen_halves(Halves x) { return (Words)_mm256_cvtepu16_epi32((__m128i)x); }
+#else
+REPLAYEVAL_INLINE Pairs widen_nibble_pairs(NibblePairs x) {
+  return __builtin_convertvector(x, Pairs);
+}
+REPLAYEVAL_INLINE Words widen_bytes(Bytes x) { return __builtin_convertvector(x, Words); }
+REPLAYEVAL_INLINE Words widen_halves(Halves x) { return __builtin_convertvector(x, Words); }
+#endif
+REPLAYEVAL_INLINE NibblePairs narrow_nibble_pairs(Pairs x) {
+  return __builtin_convertvector(x, NibblePairs);
+}
+REPLAYEVAL_INLINE Bytes narrow_bytes(Words x) { return __builtin_convertvector(x, Bytes); }
+REPLAYEVAL_INLINE Halves narrow_halves(Words x) { return __builtin_convertvector(x, Halves); }
+#endif
+
 REPLAYEVAL_INLINE void store_codes(std::byte* codes, int size, int64_t index, Words code) {
   if (size == 4) {
     Pairs pairs = (Pairs)code;
     pairs |= pairs >> 28;
-    store(codes + index / 2, __builtin_convertvector(pairs, NibblePairs));
+    store(codes + index / 2, narrow_nibble_pairs(pairs));
   } else if (size == 8) {
-    store(codes + index, __builtin_convertvector(code, Bytes));
+    store(codes + index, narrow_bytes(code));
   } else {
-    store(codes + 2 * index, __builtin_convertvector(code, Halves));
+    store(codes + 2 * index, narrow_halves(code));
   }
 }
 
 REPLAYEVAL_INLINE Words load_codes(const std::byte* codes, int size, int64_t index) {
   if (size == 4) {
-    Pairs pairs = __builtin_convertvector(load<NibblePairs>(codes + index / 2), Pairs);
+    Pairs pairs = widen_nibble_pairs(load<NibblePairs>(codes + index / 2));
     pairs = (pairs | pairs << 28) & 0x0000000F0000000Full;
     return (Words)pairs;
   }
-  if (size == 8) return __builtin_convertvector(load<Bytes>(codes + index), Words);
-  return __builtin_convertvector(load<Halves>(codes + 2 * index), Words);
+  if (size == 8) return widen_bytes(load<Bytes>(codes + index));
+  return widen_halves(load<Halves>(codes + 2 * index));
 }
 
 enum class Scaling { none, multiply, divide };
