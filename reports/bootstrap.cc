@@ -5,7 +5,6 @@
 #include <boost/math/distributions/students_t.hpp>
 #include <cmath>
 #include <limits>
-#include <random>
 
 #include "reports/statistics.h"
 
@@ -18,11 +17,6 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr int64_t kBlockPositions = 128;
 constexpr int64_t kMaxBlocks = 64;
 constexpr double kTail = 0.025;
-
-/// Uniform on 0 .. count - 1, the same on every platform.
-size_t draw(std::mt19937_64& random, size_t count) {
-  return static_cast<size_t>(((random() >> 32) * count) >> 32);
-}
 
 void add(std::span<double> totals, const double* sums, double times) {
   for (size_t i = 0; i < totals.size(); ++i) totals[i] += times * sums[i];
@@ -66,6 +60,10 @@ bool usable(const Bootstrap& bootstrap, int statistic) {
 }
 
 }  // namespace
+
+size_t draw_below(std::mt19937_64& random, size_t count) {
+  return static_cast<size_t>(((random() >> 32) * count) >> 32);
+}
 
 Interval::Interval() : low(kNaN), high(kNaN) {}
 
@@ -122,7 +120,7 @@ Bootstrap bootstrap(const BlockSums& sums, int statistics, const Evaluate& evalu
   for (int r = 0; r < replicates; ++r) {
     std::fill(drawn.begin(), drawn.end(), count > 1 ? 0 : 1);
     if (count > 1) {
-      for (size_t i = 0; i < count; ++i) ++drawn[draw(random, count)];
+      for (size_t i = 0; i < count; ++i) ++drawn[draw_below(random, count)];
       std::fill(totals.begin(), totals.end(), 0.0);
       for (size_t d = 0; d < count; ++d) {
         if (drawn[d] > 0) add(totals, whole[d].data(), static_cast<double>(drawn[d]));
@@ -135,7 +133,8 @@ Bootstrap bootstrap(const BlockSums& sums, int statistics, const Evaluate& evalu
       for (size_t c = 0; c < sums.documents[d].size(); ++c) {
         const BlockSums::Cell& cell = sums.documents[d][c];
         times.assign(static_cast<size_t>(cell.blocks), 0.0);
-        for (size_t i = 0; i < drawn[d] * times.size(); ++i) times[draw(random, times.size())] += 1;
+        for (size_t i = 0; i < drawn[d] * times.size(); ++i)
+          times[draw_below(random, times.size())] += 1;
         const std::span<double> part = std::span(totals).subspan(c * columns, columns);
         for (size_t b = 0; b < times.size(); ++b) {
           if (times[b] > 0) add(part, cell.sums.data() + b * columns, times[b]);

@@ -4,8 +4,10 @@
 // Application, 3.8 and 8.2.)
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <random>
 #include <span>
 #include <vector>
 
@@ -30,6 +32,9 @@ struct BlockSums {
   };
   std::vector<std::vector<Cell>> documents;  // [document][cell]
 };
+
+/// Uniform on 0 .. count - 1, count < 2^32; the same on every platform.
+size_t draw_below(std::mt19937_64& random, size_t count);
 
 /// Number of blocks that `positions` consecutive positions of one document are cut into: blocks of
 /// at least 128 positions, at most 64 blocks; 0 when there are fewer than 256 positions.

@@ -500,26 +500,54 @@ PairedDifference paired_bootstrap(std::span<const double> base, std::span<const 
                                 " clusters; expected equal numbers");
   }
   std::map<int64_t, size_t> index;
-  BlockSums sums;
-  sums.columns = 2;
-  sums.cells = 1;
+  std::vector<std::pair<double, double>> clusters;  // sum of differences, values
   for (size_t i = 0; i < base.size(); ++i) {
-    auto [found, fresh] = index.emplace(cluster[i], sums.documents.size());
-    if (fresh) sums.documents.push_back({{1, {0, 0}}});
-    BlockSums::Cell& cell = sums.documents[found->second][0];
-    cell.sums[0] += candidate[i] - base[i];
-    cell.sums[1] += 1;
+    auto [found, fresh] = index.emplace(cluster[i], clusters.size());
+    if (fresh) clusters.emplace_back(0, 0);
+    clusters[found->second].first += candidate[i] - base[i];
+    clusters[found->second].second += 1;
   }
-  const Bootstrap draws = bootstrap(
-      sums, 1, [](std::span<const double> t, std::span<double> out) { out[0] = t[0] / t[1]; },
-      options.seed, options.replicates);
+  // Most clusters look alike (nothing lost or gained): a replicate counts how often each kind is
+  // drawn.
+  std::map<std::pair<double, double>, size_t> kinds;
+  std::vector<size_t> kind_of;
+  for (const auto& one : clusters)
+    kind_of.push_back(kinds.emplace(one, kinds.size()).first->second);
+  std::vector<std::pair<double, double>> kind(kinds.size());
+  for (const auto& [value, number] : kinds) kind[number] = value;
+  std::vector<double> counts(kind.size(), 0.0);
+  auto mean = [&] {
+    double sum = 0, count = 0;
+    for (size_t k = 0; k < kind.size(); ++k) {
+      sum += counts[k] * kind[k].first;
+      count += counts[k] * kind[k].second;
+    }
+    return sum / count;
+  };
+  for (const size_t k : kind_of) counts[k] += 1;
+  Bootstrap draws;
+  draws.documents = static_cast<int>(clusters.size());
+  draws.estimate = {clusters.empty() ? kNaN : mean()};
+  draws.replicates.resize(1);
+  const auto n = clusters.size();
+  if (n > 1) {
+    draws.degrees_of_freedom = static_cast<double>(n - 1);
+    draws.inflation = static_cast<double>(n) / static_cast<double>(n - 1);
+    std::mt19937_64 random(options.seed);
+    for (int r = 0; r < options.replicates; ++r) {
+      std::fill(counts.begin(), counts.end(), 0.0);
+      for (size_t i = 0; i < n; ++i) counts[kind_of[draw_below(random, n)]] += 1;
+      draws.replicates[0].push_back(mean());
+    }
+  }
+  draws.by_document = draws.replicates;
   PairedDifference out;
-  out.items = static_cast<int64_t>(sums.documents.size());
+  out.items = static_cast<int64_t>(n);
   out.difference = draws.estimate[0];
   out.standard_error = standard_error(draws, 0, Scale::linear);
   out.interval = interval(draws, 0, Scale::linear);
-  const bool same = std::all_of(sums.documents.begin(), sums.documents.end(),
-                                [](const auto& cells) { return cells[0].sums[0] == 0; });
+  const bool same =
+      std::all_of(kind.begin(), kind.end(), [](const auto& one) { return one.first == 0; });
   if (same) out.interval = no_difference(out.items);
   return out;
 }
