@@ -170,6 +170,8 @@ struct DeviceHead {
   BlockCodecMemory* codec;
   float* spare;
   bool have_state = false, have_read = false;
+  bool codes_only = false;  // the decoded checkpoints are not wanted after a flush, `read` is no
+                            // matrix of its own
   ThreadCounts counts;
   uint32_t encodings = 0;
 
@@ -213,13 +215,16 @@ struct DeviceHead {
     }
     call.spare = spare;
     call.store = store;
-    encode_block(call, recurrence ? state : read, codec, &counts);
+    call.round = !codes_only;
+    encode_block(call, recurrence || codes_only ? state : read, codec, &counts);
     ++encodings;
   }
   /// Encodes both roles from the folded state and leaves the decoded checkpoints. `store` false: a
   /// later flush of the call overwrites the codes.
   __device__ void flush(int64_t position, float layer_amax, bool store) {
-    if (!shared()) {
+    if (!shared() && codes_only) {
+      encode_role(StateRole::read, position, layer_amax, store);
+    } else if (!shared()) {
       for (int i = threadIdx.x; i < head_dim * state_dim; i += blockDim.x) {
         const int r = state.column_stride == 1 ? i / state_dim : i % head_dim;
         const int c = state.column_stride == 1 ? i % state_dim : i / head_dim;

@@ -331,6 +331,7 @@ struct EncodeJob {
   float layer_amax, fixed_scale;
   std::byte* packed;
   bool store;  // false: the codes are not wanted, only the rounded matrix
+  bool round;  // false: the rounded matrix is not wanted
   BlockCodecMemory* memory;
 };
 
@@ -440,7 +441,7 @@ __device__ inline void encode_runs(const EncodeJob& job, const Rule& rule, int c
       }
       if (job.store)
         store_four(job.packed, rule.code_size(), static_cast<size_t>(r) * l.state_dim + c, code);
-      put_four(job.m, r, c, x);
+      if (job.round) put_four(job.m, r, c, x);
     }
   }
 }
@@ -501,7 +502,7 @@ __device__ inline void encode_blocks(const EncodeJob& job, const Rule& rule, Thr
       float value = rule.decode(code);
       if (blocks) value = value * scale.scale;
       if (l.outer_count > 0) value = value * o.decode;
-      job.m.at(r, c) = value;
+      if (job.round) job.m.at(r, c) = value;
     }
   }
 }
@@ -600,7 +601,9 @@ inline __device__ __noinline__ void decode_block(const FormatDescriptor& d, int 
     with_rule(d, [&](const auto& rule) {
       const int quads = state_dim / 4;
       for (int i = threadIdx.x; i < head_dim * quads; i += blockDim.x) {
-        const int r = i / quads, c = i % quads * 4;
+        // Neighbouring threads write neighbouring places of the matrix.
+        const int r = m.column_stride == 1 ? i / quads : i % head_dim;
+        const int c = m.column_stride == 1 ? i % quads * 4 : i / head_dim * 4;
         uint32_t code[4];
         float x[4];
         load_four(packed, rule.code_size(), static_cast<size_t>(r) * state_dim + c, code);
@@ -634,6 +637,8 @@ struct EncodeCall {
   std::byte* residual_memory = nullptr;
   float* spare = nullptr;  // [head_dim * state_dim] where the format keeps a residual
   bool store = true;
+  bool round = true;  // false: the matrix stays what it was; not for formats that are prepared or
+                      // keep a residual
 };
 
 constexpr size_t kDeviceResidualHeader = 16;  // as on the host: the number of encodings seen
@@ -654,6 +659,7 @@ __device__ inline void encode_plain(const EncodeCall& call, int format, PhiloxKe
                 f.fixed_first >= 0 ? call.fixed_scales[f.fixed_first + call.head] : 0.0f,
                 packed,
                 store,
+                call.round,
                 memory};
   const bool prepared =
       d.hadamard != Axis::none || d.column_scale || d.zero_point != ZeroPoint::none;

@@ -24,6 +24,8 @@ class FormatTable {
     formats_at_ = tables->add(std::span<const DeviceFormat>(formats_));
     scales_at_ = tables->add(std::span<const float>(scales_));
   }
+  const std::vector<DeviceFormat>& on_host() const { return formats_; }
+  const std::vector<float>& scales_on_host() const { return scales_; }
   const DeviceFormat* formats(const CallTables& tables) const {
     return tables.table<const DeviceFormat>(formats_at_);
   }

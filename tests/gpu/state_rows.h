@@ -164,7 +164,11 @@ class RowPair {
     for (const HeadHealth& h : health_) count += h.encode.non_finite;
     return count;
   }
-  std::vector<std::byte> device_state() const { return device_recurrence_.get(); }
+  const std::vector<std::byte>& recurrence() const { return recurrence_; }
+  const std::vector<std::byte>& read() const { return read_; }
+  const std::vector<HeadHealth>& health() const { return health_; }
+  size_t stride() const { return stride_; }
+  size_t read_stride() const { return read_stride_; }
 
  private:
   StateRow common() {

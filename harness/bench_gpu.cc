@@ -1,0 +1,149 @@
+#include "harness/bench_gpu.h"
+
+#include <stdexcept>
+#include <utility>
+
+#include "kernels/gpu_timing.h"
+#include "quant/format_file.h"
+
+namespace replayeval {
+namespace {
+
+struct Shape {
+  const char* name;
+  bool is_gdn;
+  int heads, groups, head_dim, state_dim;  // GDN: value heads, key heads, V, K
+};
+constexpr Shape kShapes[] = {
+    {"mamba2-h96", false, 96, 8, 80, 128},
+    {"mamba2-h128", false, 128, 8, 64, 128},
+    {"gdn-h32", true, 32, 16, 128, 128},
+};
+
+StateCodec codec_of(const std::string& name) {
+  const bool stochastic = name.size() > 3 && name.ends_with("+sr");
+  return {find_or_load_format(stochastic ? name.substr(0, name.size() - 3) : name),
+          stochastic ? Rounding::stochastic : Rounding::nearest_even};
+}
+
+HeadPlan plan_of(const std::string& name, int window) {
+  HeadPlan plan;
+  const size_t bar = name.find('|');
+  plan.recurrence = codec_of(name.substr(0, bar));
+  if (bar != std::string::npos) plan.read = codec_of(name.substr(bar + 1));
+  plan.window = window;
+  plan.seed = 1;
+  return plan;
+}
+
+}  // namespace
+
+int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
+  std::string reason;
+  if (!cuda_available(&reason)) throw std::runtime_error("bench: " + reason);
+  const CudaDevice device = cuda_device();
+  const DeviceRates rates = measure_device_rates();
+  std::fprintf(out, "%s, %d multiprocessors; read %.2f TB/s, copy %.2f TB/s (read and written)\n",
+               device.name.c_str(), device.multiprocessors, rates.read * 1e-12, rates.copy * 1e-12);
+  std::fprintf(out,
+               "%d rows, L = %d, BF16 activations; microseconds a layer and step, %d cycles over "
+               "%d layers\n",
+               options.rows, options.window, options.cycles, options.layers);
+  std::fprintf(out, "%-12s %-16s %-10s %9s %9s %9s %7s  %s\n", "shape", "state", "rows", "us", "MB",
+               "TB/s", "of read", "checkpoints");
+  const std::vector<std::string> states =
+      options.states.empty()
+          ? std::vector<std::string>{"fp32", "fp16+sr", "nvfp4+sr", "fp16+sr|nvfp4"}
+          : options.states;
+  int result = 0;
+  bool any = false;
+  for (const Shape& shape : kShapes) {
+    bool wanted = options.shapes.empty();
+    for (const std::string& name : options.shapes) wanted = wanted || name == shape.name;
+    if (!wanted) continue;
+    any = true;
+    for (const std::string& state : states) {
+      DecodeWorkload w;
+      w.is_gdn = shape.is_gdn;
+      w.mamba2.heads = shape.heads;
+      w.mamba2.groups = shape.groups;
+      w.mamba2.head_dim = shape.head_dim;
+      w.mamba2.state_dim = shape.state_dim;
+      w.gdn.value_heads = shape.heads;
+      w.gdn.key_heads = shape.groups;
+      w.gdn.value_dim = shape.head_dim;
+      w.gdn.key_dim = shape.state_dim;
+      w.plan = plan_of(state, options.window);
+      w.rows = options.rows;
+      w.layers = options.layers;
+      w.cycles = options.cycles;
+      for (int phase = 0; phase < 3; ++phase) {
+        w.staggered = phase == 0;
+        w.only_reads = phase == 2;
+        const DecodeTiming t = time_decode(w);
+        const double rate = t.bytes / t.seconds;
+        const char* checked = phase == 2             ? "not flushed"
+                              : t.difference.empty() ? "equal"
+                                                     : t.difference.c_str();
+        std::fprintf(
+            out, "%-12s %-16s %-10s %9.1f %9.1f %9.2f %6.0f%%  %s\n", shape.name, state.c_str(),
+            phase == 0   ? "staggered"
+            : phase == 1 ? "in step"
+                         : "reads only",
+            t.seconds * 1e6, t.bytes * 1e-6, rate * 1e-12, 100 * rate / rates.read, checked);
+        std::fflush(out);
+        if (!t.difference.empty()) result = 1;
+      }
+    }
+  }
+  if (!any)
+    throw std::invalid_argument("bench: unknown shape; known: mamba2-h96 mamba2-h128 gdn-h32");
+  return result;
+}
+
+int run_gpu_kernel_bench(std::FILE* out) {
+  std::string reason;
+  if (!cuda_available(&reason)) throw std::runtime_error("bench: " + reason);
+  const DeviceRates rates = measure_device_rates();
+  const std::pair<const char*, int> states[] = {
+      {"fp32", 16},       {"fp32", 1},           {"fp16+sr", 16},
+      {"fp8+sr", 16},     {"nvfp4+sr", 16},      {"nvfp4+sr", 1},
+      {"fp32|nvfp4", 16}, {"fp16+sr|nvfp4", 16}, {"fp8+sr|nvfp4", 16}};
+  std::fprintf(out, "microseconds a token and layer, chunks of 512 tokens\n%-12s %-16s %3s %9s\n",
+               "shape", "state", "L", "us");
+  for (const Shape& shape : kShapes) {
+    ChunkWorkload w;
+    w.is_gdn = shape.is_gdn;
+    w.mamba2.heads = shape.heads;
+    w.mamba2.groups = shape.groups;
+    w.mamba2.head_dim = shape.head_dim;
+    w.mamba2.state_dim = shape.state_dim;
+    w.gdn.value_heads = shape.heads;
+    w.gdn.key_heads = shape.groups;
+    w.gdn.value_dim = shape.head_dim;
+    w.gdn.key_dim = shape.state_dim;
+    std::vector<HeadPlan> all;
+    for (const auto& [name, window] : states) {
+      w.plans = {plan_of(name, window)};
+      all.push_back(w.plans[0]);
+      std::fprintf(out, "%-12s %-16s %3d %9.2f\n", shape.name, name, window,
+                   1e6 * time_chunk(w) / w.tokens);
+    }
+    w.plans = all;
+    std::fprintf(out, "%-12s %-16s %3s %9.2f\n", shape.name, "all nine", "",
+                 1e6 * time_chunk(w) / w.tokens);
+    std::fflush(out);
+  }
+  for (int64_t vocabulary : {int64_t{131072}, int64_t{248320}}) {
+    const int64_t positions = 64;
+    const double seconds = time_kl(positions, 8, vocabulary);
+    const double bytes = static_cast<double>(positions * vocabulary) * 4 * 9;
+    std::fprintf(
+        out, "kl, vocabulary %lld, 8 candidates: %.2f us a position, %.2f TB/s, %.0f%% of read\n",
+        static_cast<long long>(vocabulary), 1e6 * seconds / static_cast<double>(positions),
+        1e-12 * bytes / seconds, 100 * bytes / seconds / rates.read);
+  }
+  return 0;
+}
+
+}  // namespace replayeval

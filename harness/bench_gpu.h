@@ -1,0 +1,30 @@
+// `replayeval bench decode` on a GPU: microseconds a layer and step of single-token decoding over
+// whole flush cycles, bytes that must move, and the share of the read and copy bandwidth measured
+// in the same run.
+#pragma once
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+namespace replayeval {
+
+struct GpuBenchOptions {
+  int rows = 256;
+  int window = 16;
+  int layers = 4;  // whose states are used in turn
+  int cycles = 3;
+  std::vector<std::string> shapes;  // mamba2-h96, mamba2-h128, gdn-h32; empty: all
+  std::vector<std::string>
+      states;  // recurrence|read; empty: fp32, fp16+sr, nvfp4+sr, fp16+sr|nvfp4
+};
+
+/// Prints a table to `out`. Returns 0, or 1 when a checkpoint differs from the host's. Throws
+/// std::runtime_error without a GPU, std::invalid_argument for an unknown shape or format.
+int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out);
+
+/// Prints the time of a chunk of 512 tokens through one layer for the nine rows of the standard
+/// job, together and each alone, and of the metrics over a vocabulary.
+int run_gpu_kernel_bench(std::FILE* out);
+
+}  // namespace replayeval

@@ -1,0 +1,469 @@
+// One token of GDN (decode_cuda.h). A block serves one value head of one row. The checkpoint goes
+// to shared memory in copies that need no thread while the keys of the window are normalised and
+// multiplied; then a thread owns a row of the state, so that each of its two sums over key_dim (S k
+// and S q) is one chain, in the order of kernels/gdn.h. Rows that flush are served by a second
+// kernel, which is the window code of the chunk kernels on the ring.
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/activation.cuh"
+#include "kernels/decode_cuda.h"
+#include "kernels/gdn_block.cuh"
+
+namespace replayeval {
+namespace {
+
+constexpr int kMostHeads = 512;  // of a call, where a format has scales given in advance
+constexpr int kFlushThreads = 256;
+
+enum class ReadKind : int { fp32, fp16, nvfp4, described };
+
+struct GdnDecodeLaunch {
+  GdnLayer layer;
+  DecodeRows rows;
+  DecodeStates states;
+  GdnDecodeStep step;
+  float query_scale;
+  DeviceFormat
+      formats[2];  // recurrence, read; arguments of a kernel, so that nothing is sent before it
+  float fixed_scales[2 * kMostHeads];
+  DevicePlan plan;
+  PackedLayout read_layout;
+};
+
+/// Shared memory of the reading kernel, in bytes.
+struct ReadLayout {
+  int k_row;      // floats
+  int state_row;  // bytes of a state row as it is copied
+  int keys, query, key_weights, query_weights, decay, dots, u, scales, state, end;
+
+  __host__ __device__ ReadLayout(int value_dim, int key_dim, int window, int u_size, int code_bits,
+                                 int blocks_across) {
+    k_row = padded_row(key_dim);
+    state_row = key_dim * code_bits / 8 + 16;  // rows of neighbouring threads in different banks
+    int at = 0;
+    const auto take = [&at](int bytes) {
+      const int from = at;
+      at += (bytes + 15) / 16 * 16;
+      return from;
+    };
+    keys = take(4 * window * k_row);
+    query = take(4 * k_row);
+    key_weights = take(4 * window);
+    query_weights = take(4 * window);
+    decay = take(4 * window);
+    dots = take(8 * window);
+    u = take(window * value_dim * u_size);
+    scales = take(value_dim * blocks_across);
+    state = take(value_dim * state_row);
+    end = at;
+  }
+};
+
+/// Where the records of one head of one row lie.
+struct RingInputs {
+  const GdnDecodeLaunch* p;
+  int row, head, key_head, pending;
+
+  __device__ float value(const void* x, int64_t at) const {
+    return load_record(p->step.activation, x, at);
+  }
+
+  __device__ int64_t slot(int64_t t) const { return int64_t{row} * p->plan.window + pending + t; }
+  __device__ float k(int64_t t, int n) const {
+    const int64_t at = int64_t{key_head} * p->layer.key_dim + n,
+                  width = int64_t{p->layer.key_heads} * p->layer.key_dim;
+    return t == 0 ? value(p->step.k, row * width + at)
+                  : value(p->step.ring_k, slot(t) * width + at);
+  }
+  __device__ float q(int64_t, int n) const {
+    return value(p->step.q, (int64_t{row} * p->layer.key_heads + key_head) * p->layer.key_dim + n);
+  }
+  __device__ float v(int64_t t, int i) const {
+    const int64_t at = int64_t{head} * p->layer.value_dim + i,
+                  width = int64_t{p->layer.value_heads} * p->layer.value_dim;
+    return t == 0 ? value(p->step.v, row * width + at)
+                  : value(p->step.ring_v, slot(t) * width + at);
+  }
+  __device__ float beta(int64_t t) const {
+    const int64_t width = p->layer.value_heads;
+    return t == 0 ? p->step.beta[row * width + head] : p->step.ring_beta[slot(t) * width + head];
+  }
+  __device__ float decay(int64_t t, int) const {
+    const int64_t width = p->layer.value_heads;
+    return t == 0 ? p->step.decay_log2[row * width + head]
+                  : p->step.ring_decay[slot(t) * width + head];
+  }
+  /// Index of the first correction of a token in its ring.
+  __device__ int64_t at_u(int64_t t) const {
+    return (slot(t) * p->layer.value_heads + head) * p->layer.value_dim;
+  }
+  __device__ float u(int64_t t, int i) const {
+    return load_record(p->plan.ring_u, p->step.ring_u, at_u(t) + i);
+  }
+  /// The ring is empty after a flush.
+  __device__ void store_u(int64_t, int, float) const {}
+  __device__ void store_o(int64_t, int i, float o) const {
+    store_record(p->step.activation, p->step.o,
+                 (int64_t{row} * p->layer.value_heads + head) * p->layer.value_dim + i, o);
+  }
+};
+
+/// Four elements n .. n + 3 of a row of the checkpoint, decoded.
+template <ReadKind kKind>
+__device__ __forceinline__ float4 state_four(const std::byte* row, int n, float scale,
+                                             float outer) {
+  if constexpr (kKind == ReadKind::fp32) {
+    return *reinterpret_cast<const float4*>(row + 4 * n);
+  } else if constexpr (kKind == ReadKind::fp16) {
+    return four_fp16(*reinterpret_cast<const uint2*>(row + 2 * n));
+  } else {
+    const float4 v = four_e2m1(*reinterpret_cast<const uint16_t*>(row + n / 2));
+    return make_float4(v.x * scale * outer, v.y * scale * outer, v.z * scale * outer,
+                       v.w * scale * outer);
+  }
+}
+
+template <ReadKind kKind>
+__global__ void __launch_bounds__(256) gdn_read(const __grid_constant__ GdnDecodeLaunch p) {
+  extern __shared__ __align__(16) std::byte shared[];
+  const GdnLayer& layer = p.layer;
+  const int row = blockIdx.x / layer.value_heads, head = blockIdx.x % layer.value_heads;
+  const int sharing = layer.value_heads / layer.key_heads, key_head = head / sharing;
+  const int t = p.rows.pending[row], window = p.plan.window, tid = threadIdx.x,
+            threads = blockDim.x;
+  const int key_dim = layer.key_dim, value_dim = layer.value_dim;
+  const bool flush = t + 1 == window;
+  if (flush && p.plan.flush_output == FlushOutput::recurrence) return;
+  const bool own = p.plan.read >= 0;
+  const std::byte* packed =
+      own ? p.states.read + row * p.states.read_row_stride + head * p.states.read_head_stride
+          : p.states.recurrence + row * p.states.row_stride + head * p.states.head_stride;
+  const PackedLayout& l = p.read_layout;
+  constexpr bool kCopied = kKind != ReadKind::described;
+  const int u_size = p.plan.ring_u == RecordType::bf16 ? 2 : 4;
+  const ReadLayout at(value_dim, key_dim, window, u_size, kCopied ? l.code_size : 0,
+                      kKind == ReadKind::nvfp4 ? l.blocks_across : 0);
+  const RingInputs in{&p, row, head, key_head, t};
+
+  if constexpr (kCopied) {
+    const int chunks = key_dim * l.code_size / 128;
+    for (int i = tid; i < value_dim * chunks; i += threads) {
+      const int r = i / chunks, c = i % chunks;
+      copy_async(shared + at.state + r * at.state_row + 16 * c,
+                 packed + (static_cast<size_t>(r) * chunks + c) * 16);
+    }
+    if constexpr (kKind == ReadKind::nvfp4) {
+      for (int i = tid; i < value_dim * l.blocks_across / 16; i += threads) {
+        copy_async(shared + at.scales + 16 * i, packed + l.scales + 16 * i);
+      }
+    }
+  }
+  const int u_chunks = value_dim * u_size / 16;
+  for (int i = tid; i < t * u_chunks; i += threads) {
+    copy_async(shared + at.u + 16 * i, static_cast<const std::byte*>(p.step.ring_u) +
+                                           in.at_u(i / u_chunks - t) * u_size +
+                                           16 * (i % u_chunks));
+  }
+  commit_copies();
+
+  float* keys = reinterpret_cast<float*>(shared + at.keys);
+  float* query = reinterpret_cast<float*>(shared + at.query);
+  float* decay = reinterpret_cast<float*>(shared + at.decay);
+  float* key_weights = reinterpret_cast<float*>(shared + at.key_weights);
+  float* query_weights = reinterpret_cast<float*>(shared + at.query_weights);
+  float* dots = reinterpret_cast<float*>(shared + at.dots);
+  // Normalised keys of the window and, as the last row, the query.
+  {
+    const int lane = tid & 15;
+    for (int base = 0; base < t + 2; base += threads / 16) {
+      const int i = base + (tid >> 4), j = min(i, t + 1);
+      const auto x = [&](int n) { return j <= t ? in.k(j - t, n) : in.q(0, n); };
+      float squares = 0.0f;
+      for (int n = lane; n < key_dim; n += 16) squares = __fmaf_rn(x(n), x(n), squares);
+      for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
+      if (i > t + 1) continue;
+      const float factor = (j <= t ? 1.0f : p.query_scale) / sqrtf(squares + 1e-6f);
+      float* to = j <= t ? keys + j * at.k_row : query;
+      for (int n = lane; n < key_dim; n += 16) to[n] = x(n) * factor;
+    }
+  }
+  for (int j = tid; j <= t; j += threads) decay[j] = in.decay(j - t, 0);
+  float beta = in.beta(0);
+  if (!flush) {
+    const int64_t slot = in.slot(0);
+    if (head % sharing == 0) {
+      const int64_t width = int64_t{layer.key_heads} * key_dim, from = int64_t{key_head} * key_dim;
+      for (int n = tid; n < key_dim; n += threads) {
+        store_record(p.step.activation, p.step.ring_k, slot * width + from + n, in.k(0, n));
+      }
+    }
+    const int64_t width = int64_t{layer.value_heads} * value_dim, from = int64_t{head} * value_dim;
+    for (int i = tid; i < value_dim; i += threads) {
+      store_record(p.step.activation, p.step.ring_v, slot * width + from + i, in.v(0, i));
+    }
+    if (tid == 0) {
+      p.step.ring_decay[slot * layer.value_heads + head] = in.decay(0, 0);
+      p.step.ring_beta[slot * layer.value_heads + head] = beta;
+    }
+  }
+  if (p.plan.beta == RecordType::bf16) beta = round_value(DotType::bf16, beta);
+  __syncthreads();
+  // k_t . k_j and q_t . k_j: one chain a thread, the two kinds in different warps.
+  for (int i = tid; i < 2 * 32 * ((t + 32) / 32); i += threads) {
+    const int j = i / 64 * 32 + (i & 31);
+    if (j > t) continue;
+    const bool with_query = (i & 32) != 0;
+    const float *a = with_query ? query : keys + t * at.k_row, *b = keys + j * at.k_row;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int n = 0; n < key_dim; n += 4) {
+      const float4 x = load4(a + n), y = load4(b + n);
+      sum = __fmaf_rn(x.w, y.w, __fmaf_rn(x.z, y.z, __fmaf_rn(x.y, y.y, __fmaf_rn(x.x, y.x, sum))));
+    }
+    float exponent = 0.0f;
+    for (int k = j + 1; k <= t; ++k) exponent = exponent + decay[k];
+    (with_query ? query_weights : key_weights)[j] = exp2_ordered(exponent) * sum;
+  }
+  if (tid == threads - 1) {
+    float exponent = 0.0f;
+    for (int k = 0; k <= t; ++k) exponent = exponent + decay[k];
+    dots[0] = exp2_ordered(exponent);
+  }
+  wait_for_copies();
+  __syncthreads();
+
+  const float carried = dots[0];
+  for (int i = tid; i < value_dim; i += threads) {
+    const float* key = keys + t * at.k_row;
+    float read_k = 0.0f, read_q = 0.0f;
+    const auto add = [&](int n, float4 s) {
+      const float4 k = load4(key + n), q = load4(query + n);
+      read_k = __fmaf_rn(k.w, s.w,
+                         __fmaf_rn(k.z, s.z, __fmaf_rn(k.y, s.y, __fmaf_rn(k.x, s.x, read_k))));
+      read_q = __fmaf_rn(q.w, s.w,
+                         __fmaf_rn(q.z, s.z, __fmaf_rn(q.y, s.y, __fmaf_rn(q.x, s.x, read_q))));
+    };
+    if constexpr (kCopied) {
+      const std::byte* state = shared + at.state + i * at.state_row;
+      const float outer =
+          kKind == ReadKind::nvfp4 ? *reinterpret_cast<const float*>(packed + l.outer) : 1.0f;
+      for (int m = 0; m < key_dim; m += 16) {
+        float scale = 1.0f;
+        if constexpr (kKind == ReadKind::nvfp4) {
+          scale = decode_e4m3_scale(
+              static_cast<uint32_t>(shared[at.scales + i * l.blocks_across + m / 16]));
+        }
+#pragma unroll
+        for (int n = 0; n < 16; n += 4) add(m + n, state_four<kKind>(state, m + n, scale, outer));
+      }
+    } else {
+      const FormatDescriptor& d = p.formats[own ? p.plan.read : p.plan.recurrence].descriptor;
+      const block_codec::DescribedRule rule(d);
+      const float outer =
+          l.outer_count > 0
+              ? reinterpret_cast<const float*>(packed + l.outer)[d.span == Span::row ? i : 0]
+              : 1.0f;
+      for (int n = 0; n < key_dim; n += 4) {
+        float v[4];
+        uint32_t code[4];
+        block_codec::load_four(packed, rule.code_size(), static_cast<size_t>(i) * key_dim + n,
+                               code);
+        for (int e = 0; e < 4; ++e) {
+          v[e] = rule.decode(code[e]);
+          if (l.blocks_down > 0) {
+            const size_t block =
+                static_cast<size_t>(i / l.block_rows) * l.blocks_across + (n + e) / l.block_columns;
+            v[e] = v[e] * decode_block_scale(
+                              d, block_codec::load_small(packed + l.scales + block * l.scale_size,
+                                                         l.scale_size));
+          }
+          if (l.outer_count > 0) v[e] = v[e] * outer;
+        }
+        add(n, make_float4(v[0], v[1], v[2], v[3]));
+      }
+    }
+    const auto stored = [&](int j) {
+      return load_record(p.plan.ring_u, shared + at.u, j * value_dim + i);
+    };
+    float rest = __fmaf_rn(-carried, read_k, in.v(0, i));
+    for (int j = 0; j < t; ++j) rest = __fmaf_rn(-key_weights[j], stored(j), rest);
+    const float u = beta * rest;
+    float o = carried * read_q;
+    for (int j = 0; j < t; ++j) o = __fmaf_rn(query_weights[j], stored(j), o);
+    in.store_o(0, i, __fmaf_rn(query_weights[t], u, o));
+    if (!flush) store_record(p.plan.ring_u, p.step.ring_u, in.at_u(0) + i, u);
+  }
+}
+
+/// The rows that flush; a block takes one head and every gridDim.y-th row.
+__global__ void __launch_bounds__(kFlushThreads)
+    gdn_flush(const __grid_constant__ GdnDecodeLaunch p) {
+  extern __shared__ __align__(16) std::byte shared[];
+  const GdnLayer& layer = p.layer;
+  const int head_index = blockIdx.x, window = p.plan.window;
+  for (int row = blockIdx.y; row < p.rows.rows; row += gridDim.y) {
+    if (p.rows.pending[row] + 1 != window) continue;
+    DeviceRow device_row{};
+    device_row.position = p.rows.position[row];
+    device_row.stream = p.rows.stream[row];
+    device_row.recurrence = p.states.recurrence + row * p.states.row_stride;
+    device_row.recurrence_stride = p.states.head_stride;
+    device_row.read = p.states.read + row * p.states.read_row_stride;
+    device_row.read_stride = p.states.read_head_stride;
+    device_row.health =
+        p.states.health ? p.states.health + int64_t{row} * layer.value_heads : nullptr;
+    ReplayTables tables{};
+    tables.formats = p.formats;
+    tables.fixed_scales = p.fixed_scales;
+    tables.layer = layer.layer;
+    tables.head_offset = layer.head_offset;
+    const GdnLayout at(layer.value_dim, layer.key_dim, window, false, false);
+    DeviceHead head{};
+    head.tables = &tables;
+    head.row = &device_row;
+    head.plan = &p.plan;
+    head.head = head_index;
+    head.head_dim = layer.value_dim;
+    head.state_dim = layer.key_dim;
+    head.codec = reinterpret_cast<BlockCodecMemory*>(shared);
+    float* work = reinterpret_cast<float*>(shared + block_codec_bytes(layer.value_dim));
+    float* matrix = work + at.end;
+    head.state = {matrix, 1, at.v_row};
+    head.read = head.state;
+    head.codes_only = true;
+    for (int i = threadIdx.x; i < at.end + at.matrices_end; i += kFlushThreads) work[i] = 0.0f;
+    __syncthreads();
+    const RingInputs in{&p, row, head_index, head_index / (layer.value_heads / layer.key_heads),
+                        window - 1};
+    const GdnSpan<RingInputs> step{&layer, p.query_scale, &head, in, work, at};
+    WalkSpan span{1 - window, window, 0, true, false};
+    // With flush_output `read` the output is the reading kernel's.
+    step(span, p.plan.flush_output == FlushOutput::read);
+    head.flush(device_row.position, 0.0f, true);
+    head.finish();
+    __syncthreads();
+  }
+}
+
+using Kernel = void (*)(const GdnDecodeLaunch);
+
+Kernel read_kernel(ReadKind kind) {
+  return kind == ReadKind::fp32    ? gdn_read<ReadKind::fp32>
+         : kind == ReadKind::fp16  ? gdn_read<ReadKind::fp16>
+         : kind == ReadKind::nvfp4 ? gdn_read<ReadKind::nvfp4>
+                                   : gdn_read<ReadKind::described>;
+}
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw std::invalid_argument("gdn decode: " + message);
+}
+
+void check_format(const StateFormat& format) {
+  const FormatDescriptor& d = format.descriptor;
+  if (format.residual || format.library || d.hadamard != Axis::none || d.column_scale ||
+      d.zero_point != ZeroPoint::none || d.span == Span::layer) {
+    refuse(format.name +
+           ": expected a format without transform, zero point, column scale, residual, library and "
+           "scale "
+           "over the layer; gdn_advance_cuda takes more");
+  }
+}
+
+ReadKind kind_of(const FormatDescriptor& d, const PackedLayout& l) {
+  if (d.element == ElementKind::fp32 && !d.scaled()) return ReadKind::fp32;
+  if (d.element != ElementKind::floating) return ReadKind::described;
+  if (d.number == kFp16 && !d.scaled() && l.state_dim % 8 == 0) return ReadKind::fp16;
+  const bool nvfp4 = d.number == kE2m1 && d.block_scale == BlockScale::floating &&
+                     d.scale_number == kE4m3 && l.block_rows == 1 && l.block_columns == 16 &&
+                     l.outer_count == 1 && l.state_dim % 32 == 0 &&
+                     l.head_dim * l.blocks_across % 16 == 0;
+  return nvfp4 ? ReadKind::nvfp4 : ReadKind::described;
+}
+
+}  // namespace
+
+void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
+                     const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream) {
+  if (rows.rows == 0) return;
+  if (layer.channel_decay)
+    refuse("a decay a channel (KDA), expected one a head; gdn_advance_cuda takes both");
+  if (layer.key_dim % 16 != 0 || layer.value_dim % 8 != 0) {
+    refuse("key_dim " + std::to_string(layer.key_dim) + ", value_dim " +
+           std::to_string(layer.value_dim) + ", expected multiples of 16 and 8");
+  }
+  if (plan.window < 1 || plan.window > kMaxWindow) {
+    refuse("window " + std::to_string(plan.window) + ", expected 1 to " +
+           std::to_string(kMaxWindow));
+  }
+  check_format(*plan.recurrence.format);
+  if (plan.read) check_format(*plan.read->format);
+  if (!rows.pending || !rows.position || !rows.stream || !states.recurrence ||
+      (plan.read && !states.read) || !step.q || !step.k || !step.v || !step.decay_log2 ||
+      !step.beta || !step.o || !step.ring_k || !step.ring_v || !step.ring_u || !step.ring_decay ||
+      !step.ring_beta) {
+    refuse("an array is null");
+  }
+  std::vector<RandomKey> heads(static_cast<size_t>(layer.value_heads));
+  for (int h = 0; h < layer.value_heads; ++h) {
+    heads[static_cast<size_t>(h)].layer = static_cast<uint32_t>(layer.layer);
+    heads[static_cast<size_t>(h)].head = static_cast<uint32_t>(layer.head_offset + h);
+  }
+  GdnDecodeLaunch launch{};
+  launch.layer = layer;
+  launch.rows = rows;
+  launch.states = states;
+  launch.step = step;
+  launch.query_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(layer.key_dim)));
+  FormatTable formats(heads);
+  DevicePlan& p = launch.plan;
+  p.recurrence = formats.add(*plan.recurrence.format);
+  if (plan.read) p.read = formats.add(*plan.read->format);
+  std::copy(formats.on_host().begin(), formats.on_host().end(), launch.formats);
+  if (formats.scales_on_host().size() > std::size(launch.fixed_scales)) {
+    refuse(std::to_string(layer.value_heads) +
+           " heads with scales given in advance, expected at most " + std::to_string(kMostHeads));
+  }
+  std::copy(formats.scales_on_host().begin(), formats.scales_on_host().end(), launch.fixed_scales);
+  p.recurrence_stochastic = plan.recurrence.rounding == Rounding::stochastic;
+  p.read_stochastic = plan.read && plan.read->rounding == Rounding::stochastic;
+  p.window = plan.window;
+  p.flush_output = plan.flush_output;
+  p.gdn_fold = plan.gdn_fold;
+  p.ring_u = plan.ring_u;
+  p.beta = plan.beta;
+  p.dot = plan.dot;
+  p.seed = plan.seed;
+  const FormatDescriptor& read =
+      (plan.read ? *plan.read->format : *plan.recurrence.format).descriptor;
+  launch.read_layout = packed_layout(read, layer.value_dim, layer.key_dim);
+  const ReadKind kind = kind_of(read, launch.read_layout);
+  const auto start = [&](Kernel kernel, dim3 grid, int threads, size_t shared) {
+    if (shared > block_shared_limit()) {
+      refuse("a window of " + std::to_string(plan.window) + " needs " + std::to_string(shared) +
+             " bytes of shared memory, this GPU has " + std::to_string(block_shared_limit()));
+    }
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared)));
+    kernel<<<grid, static_cast<unsigned>(threads), shared, stream>>>(launch);
+    CUDA_CHECK(cudaGetLastError());
+  };
+  if (plan.window > 1 || plan.flush_output == FlushOutput::read) {
+    const ReadLayout at(layer.value_dim, layer.key_dim, plan.window,
+                        plan.ring_u == RecordType::bf16 ? 2 : 4,
+                        kind == ReadKind::described ? 0 : launch.read_layout.code_size,
+                        kind == ReadKind::nvfp4 ? launch.read_layout.blocks_across : 0);
+    const int threads = std::clamp((layer.value_dim + 31) / 32 * 32, 64, 256);
+    start(read_kernel(kind), dim3(static_cast<unsigned>(rows.rows * layer.value_heads)), threads,
+          static_cast<size_t>(at.end));
+  }
+  const GdnLayout at(layer.value_dim, layer.key_dim, plan.window, false, false);
+  const dim3 some(static_cast<unsigned>(layer.value_heads),
+                  static_cast<unsigned>(std::min(rows.rows, plan.window == 1 ? 65535 : 16)));
+  start(gdn_flush, some, kFlushThreads,
+        block_codec_bytes(layer.value_dim) +
+            static_cast<size_t>(at.end + at.matrices_end) * sizeof(float));
+}
+
+}  // namespace replayeval

@@ -1,0 +1,395 @@
+// Single-token decoding with the ring on the device: outputs and checkpoints are those of the
+// host's kernels, one token a call, for rows at different places of their windows.
+#include <doctest/doctest.h>
+
+#include <cmath>
+
+#include "kernels/decode_cuda.h"
+#include "tests/gpu/state_rows.h"
+
+using namespace replayeval;
+using namespace replayeval::test;
+
+namespace {
+
+std::vector<std::byte> as_type(const std::vector<float>& x, RecordType type) {
+  std::vector<std::byte> bytes(x.size() * (type == RecordType::bf16 ? 2 : 4));
+  for (size_t i = 0; i < x.size(); ++i) {
+    const uint32_t bits = float_bits(x[i]);
+    const uint16_t half = static_cast<uint16_t>(bits >> 16);
+    if (type == RecordType::bf16) {
+      std::memcpy(bytes.data() + 2 * i, &half, 2);
+    } else {
+      std::memcpy(bytes.data() + 4 * i, &bits, 4);
+    }
+  }
+  return bytes;
+}
+std::vector<float> from_type(const std::vector<std::byte>& bytes, RecordType type) {
+  const size_t size = type == RecordType::bf16 ? 2 : 4;
+  std::vector<float> x(bytes.size() / size);
+  for (size_t i = 0; i < x.size(); ++i) {
+    uint32_t bits = 0;
+    std::memcpy(reinterpret_cast<std::byte*>(&bits) + (4 - size), bytes.data() + size * i, size);
+    x[i] = bits_float(bits);
+  }
+  return x;
+}
+
+/// [rows, tokens, width] on the host, values of the activation type.
+struct Stream {
+  int rows, tokens, width;
+  std::vector<float> values;
+  Stream(int rows, int tokens, int width) : rows(rows), tokens(tokens), width(width) {
+    values.resize(static_cast<size_t>(rows) * tokens * width);
+  }
+  float* at(int row, int token) {
+    return values.data() + (static_cast<size_t>(row) * tokens + token) * width;
+  }
+  /// Token first[row] + t of every row.
+  std::vector<float> slice(const std::vector<int>& token) {
+    std::vector<float> out;
+    for (int r = 0; r < rows; ++r) out.insert(out.end(), at(r, token[r]), at(r, token[r]) + width);
+    return out;
+  }
+  /// Records 0 .. pending - 1 of every row as a ring [rows, window, width], the rest NaN.
+  std::vector<float> ring(const std::vector<int>& pending, int window) {
+    std::vector<float> out;
+    for (int r = 0; r < rows; ++r) {
+      out.insert(out.end(), at(r, 0), at(r, 0) + pending[r] * width);
+      out.insert(out.end(), static_cast<size_t>(window - pending[r]) * width, NAN);
+    }
+    return out;
+  }
+};
+
+struct Sizes {
+  int heads, groups, head_dim, state_dim;
+};
+
+void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type) {
+  constexpr int kRows = 5, kSteps = 23;
+  const int window = plan.window, tokens = kSteps + window;
+  const StateShape shape{sizes.head_dim, sizes.state_dim};
+  std::mt19937 random(81);
+  Stream x(kRows, tokens, sizes.heads * sizes.head_dim),
+      b(kRows, tokens, sizes.groups * sizes.state_dim),
+      c(kRows, tokens, sizes.groups * sizes.state_dim), dt(kRows, tokens, sizes.heads),
+      y(kRows, tokens, sizes.heads * sizes.head_dim);
+  for (Stream* s : {&x, &b, &c}) {
+    for (float& v : s->values) v = bf16_normal(&random);
+  }
+  std::uniform_real_distribution<float> step(0.01f, 1.0f);
+  for (float& v : dt.values) v = step(random);
+  std::vector<float> decay, skip;
+  for (int h = 0; h < sizes.heads; ++h) {
+    decay.push_back(-0.02f * static_cast<float>(1 << (2 * (h % 4))));
+    skip.push_back(0.5f + 0.25f * static_cast<float>(h));
+  }
+  Mamba2Layer layer;
+  layer.heads = sizes.heads;
+  layer.groups = sizes.groups;
+  layer.head_dim = sizes.head_dim;
+  layer.state_dim = sizes.state_dim;
+  layer.layer = 5;
+  layer.head_offset = 3;
+  layer.decay_log2 = decay.data();
+  layer.skip = skip.data();
+
+  // Rows start at different cursors; the host has walked the earlier tokens.
+  std::deque<RowPair> rows;
+  std::vector<int> pending, done;
+  std::vector<std::byte> recurrence, read;
+  std::vector<uint32_t> streams;
+  const auto host_step = [&](int r, int count) {
+    StateRow row = rows[r].host();
+    Mamba2Inputs in;
+    in.tokens = count;
+    in.x = x.at(r, done[r]);
+    in.b = b.at(r, done[r]);
+    in.c = c.at(r, done[r]);
+    in.dt = dt.at(r, done[r]);
+    in.y = y.at(r, done[r]);
+    in.x_stride = in.y_stride = x.width;
+    in.b_stride = in.c_stride = b.width;
+    in.dt_stride = dt.width;
+    mamba2_advance(layer, {&row, 1}, {&in, 1}, AdvanceMode::commit, KernelForm::fast);
+    rows[r].move(count);
+    done[r] += count;
+  };
+  for (int r = 0; r < kRows; ++r) {
+    rows.emplace_back(shape, sizes.heads, std::vector<HeadPlan>{plan}, std::vector<uint8_t>{},
+                      40u + r, &random);
+    streams.push_back(40u + r);
+    recurrence.insert(recurrence.end(), rows[r].recurrence().begin(), rows[r].recurrence().end());
+    read.insert(read.end(), rows[r].read().begin(), rows[r].read().end());
+    pending.push_back(r * 3 % window);
+    done.push_back(0);
+    if (pending[r] > 0) host_step(r, pending[r]);
+  }
+  const DeviceArray<std::byte> device_recurrence(recurrence), device_read(read),
+      ring_x(as_type(x.ring(pending, window), type)),
+      ring_b(as_type(b.ring(pending, window), type));
+  const DeviceArray<float> ring_dt(dt.ring(pending, window)), device_decay(decay),
+      device_skip(skip);
+  std::vector<int64_t> positions;
+  for (int r = 0; r < kRows; ++r) positions.push_back(1000 + pending[r]);
+  const DeviceArray<int32_t> device_pending(std::vector<int32_t>(pending.begin(), pending.end()));
+  const DeviceArray<int64_t> device_position(positions);
+  const DeviceArray<uint32_t> device_stream(streams);
+  const DeviceArray<HeadHealth> health(
+      std::vector<HeadHealth>(static_cast<size_t>(kRows) * sizes.heads));
+  Mamba2Layer device_layer = layer;
+  device_layer.decay_log2 = device_decay.data();
+  device_layer.skip = device_skip.data();
+  const DecodeRows device_rows{kRows, device_pending.data(), device_position.data(),
+                               device_stream.data()};
+  DecodeStates states;
+  states.recurrence = device_recurrence.data();
+  states.head_stride = rows[0].stride();
+  states.row_stride = rows[0].recurrence().size();
+  states.read = device_read.data();
+  states.read_head_stride = rows[0].read_stride();
+  states.read_row_stride = rows[0].read().size();
+  states.health = health.data();
+  for (int t = 0; t < kSteps; ++t) {
+    const DeviceArray<std::byte> device_x(as_type(x.slice(done), type)),
+        device_b(as_type(b.slice(done), type)), device_c(as_type(c.slice(done), type)),
+        device_y(std::vector<std::byte>(device_x.size(), std::byte{0x7F}));
+    const DeviceArray<float> device_dt(dt.slice(done));
+    Mamba2DecodeStep in;
+    in.activation = type;
+    in.x = device_x.data();
+    in.b = device_b.data();
+    in.c = device_c.data();
+    in.dt = device_dt.data();
+    in.y = device_y.data();
+    in.ring_x = ring_x.data();
+    in.ring_b = ring_b.data();
+    in.ring_dt = ring_dt.data();
+    mamba2_decode_cuda(device_layer, plan, device_rows, states, in);
+    decode_step_cuda(device_rows, window);
+    const std::vector<int> before = done;
+    for (int r = 0; r < kRows; ++r) host_step(r, 1);
+    std::vector<float> want = y.slice(before);
+    if (type == RecordType::bf16) {
+      for (float& v : want) v = round_operand(DotType::bf16, v);
+    }
+    INFO("step " << t);
+    CHECK(different_floats(from_type(device_y.get(), type), want) == "");
+  }
+  std::vector<std::byte> want_recurrence, want_read;
+  const std::vector<HeadHealth> got = health.get();
+  for (int r = 0; r < kRows; ++r) {
+    want_recurrence.insert(want_recurrence.end(), rows[r].recurrence().begin(),
+                           rows[r].recurrence().end());
+    want_read.insert(want_read.end(), rows[r].read().begin(), rows[r].read().end());
+    for (int h = 0; h < sizes.heads; ++h) {
+      CHECK(got[r * sizes.heads + h].encode.elements == rows[r].health()[h].encode.elements);
+      CHECK(got[r * sizes.heads + h].encode.clipped == rows[r].health()[h].encode.clipped);
+      CHECK(got[r * sizes.heads + h].encode.non_finite == rows[r].health()[h].encode.non_finite);
+    }
+  }
+  CHECK(different_bytes(device_recurrence.get(), want_recurrence) == "");
+  CHECK(different_bytes(device_read.get(), want_read) == "");
+}
+
+struct GdnSizes {
+  int key_heads, value_heads, value_dim, key_dim;
+};
+
+void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type) {
+  constexpr int kRows = 5, kSteps = 23;
+  const int window = plan.window, tokens = kSteps + window;
+  const StateShape shape{sizes.value_dim, sizes.key_dim};
+  std::mt19937 random(91);
+  Stream q(kRows, tokens, sizes.key_heads * sizes.key_dim),
+      k(kRows, tokens, sizes.key_heads * sizes.key_dim),
+      v(kRows, tokens, sizes.value_heads * sizes.value_dim), g(kRows, tokens, sizes.value_heads),
+      beta(kRows, tokens, sizes.value_heads), u(kRows, tokens, v.width), o(kRows, tokens, v.width);
+  for (Stream* s : {&q, &k, &v}) {
+    for (float& x : s->values) x = bf16_normal(&random);
+  }
+  std::uniform_real_distribution<float> unit(0.0f, 1.0f);
+  for (float& x : g.values) x = -std::exp(6.0f * unit(random) - 5.0f);
+  for (float& x : beta.values) x = unit(random);
+  GdnLayer layer;
+  layer.key_heads = sizes.key_heads;
+  layer.value_heads = sizes.value_heads;
+  layer.key_dim = sizes.key_dim;
+  layer.value_dim = sizes.value_dim;
+  layer.layer = 4;
+  layer.head_offset = 2;
+
+  std::deque<RowPair> rows;
+  std::vector<int> pending, done;
+  std::vector<std::byte> recurrence, read;
+  std::vector<uint32_t> streams;
+  const auto host_step = [&](int r, int count) {
+    StateRow row = rows[r].host();
+    GdnInputs in;
+    in.tokens = count;
+    in.q = q.at(r, done[r]);
+    in.k = k.at(r, done[r]);
+    in.v = v.at(r, done[r]);
+    in.decay_log2 = g.at(r, done[r]);
+    in.beta = beta.at(r, done[r]);
+    in.u = u.at(r, done[r]);
+    in.o = o.at(r, done[r]);
+    in.q_stride = in.k_stride = k.width;
+    in.v_stride = in.u_stride = in.o_stride = v.width;
+    in.decay_stride = in.beta_stride = g.width;
+    gdn_advance(layer, {&row, 1}, {&in, 1}, AdvanceMode::commit, KernelForm::fast);
+    rows[r].move(count);
+    done[r] += count;
+  };
+  for (int r = 0; r < kRows; ++r) {
+    rows.emplace_back(shape, sizes.value_heads, std::vector<HeadPlan>{plan}, std::vector<uint8_t>{},
+                      40u + r, &random, 0.1f);
+    streams.push_back(40u + r);
+    recurrence.insert(recurrence.end(), rows[r].recurrence().begin(), rows[r].recurrence().end());
+    read.insert(read.end(), rows[r].read().begin(), rows[r].read().end());
+    pending.push_back(r * 3 % window);
+    done.push_back(0);
+    if (pending[r] > 0) host_step(r, pending[r]);
+  }
+  const DeviceArray<std::byte> device_recurrence(recurrence), device_read(read),
+      ring_k(as_type(k.ring(pending, window), type)),
+      ring_v(as_type(v.ring(pending, window), type)),
+      ring_u(as_type(u.ring(pending, window), plan.ring_u));
+  const DeviceArray<float> ring_g(g.ring(pending, window)), ring_beta(beta.ring(pending, window));
+  std::vector<int64_t> positions;
+  for (int r = 0; r < kRows; ++r) positions.push_back(1000 + pending[r]);
+  const DeviceArray<int32_t> device_pending(std::vector<int32_t>(pending.begin(), pending.end()));
+  const DeviceArray<int64_t> device_position(positions);
+  const DeviceArray<uint32_t> device_stream(streams);
+  const DeviceArray<HeadHealth> health(
+      std::vector<HeadHealth>(static_cast<size_t>(kRows) * sizes.value_heads));
+  const DecodeRows device_rows{kRows, device_pending.data(), device_position.data(),
+                               device_stream.data()};
+  DecodeStates states;
+  states.recurrence = device_recurrence.data();
+  states.head_stride = rows[0].stride();
+  states.row_stride = rows[0].recurrence().size();
+  states.read = device_read.data();
+  states.read_head_stride = rows[0].read_stride();
+  states.read_row_stride = rows[0].read().size();
+  states.health = health.data();
+  for (int t = 0; t < kSteps; ++t) {
+    const DeviceArray<std::byte> device_q(as_type(q.slice(done), type)),
+        device_k(as_type(k.slice(done), type)), device_v(as_type(v.slice(done), type)),
+        device_o(std::vector<std::byte>(device_v.size(), std::byte{0x7F}));
+    const DeviceArray<float> device_g(g.slice(done)), device_beta(beta.slice(done));
+    GdnDecodeStep in;
+    in.activation = type;
+    in.q = device_q.data();
+    in.k = device_k.data();
+    in.v = device_v.data();
+    in.decay_log2 = device_g.data();
+    in.beta = device_beta.data();
+    in.o = device_o.data();
+    in.ring_k = ring_k.data();
+    in.ring_v = ring_v.data();
+    in.ring_u = ring_u.data();
+    in.ring_decay = ring_g.data();
+    in.ring_beta = ring_beta.data();
+    gdn_decode_cuda(layer, plan, device_rows, states, in);
+    decode_step_cuda(device_rows, window);
+    const std::vector<int> before = done;
+    for (int r = 0; r < kRows; ++r) host_step(r, 1);
+    std::vector<float> want = o.slice(before);
+    if (type == RecordType::bf16) {
+      for (float& x : want) x = round_operand(DotType::bf16, x);
+    }
+    INFO("step " << t);
+    CHECK(different_floats(from_type(device_o.get(), type), want) == "");
+  }
+  std::vector<std::byte> want_recurrence, want_read;
+  const std::vector<HeadHealth> got = health.get();
+  for (int r = 0; r < kRows; ++r) {
+    want_recurrence.insert(want_recurrence.end(), rows[r].recurrence().begin(),
+                           rows[r].recurrence().end());
+    want_read.insert(want_read.end(), rows[r].read().begin(), rows[r].read().end());
+    for (int h = 0; h < sizes.value_heads; ++h) {
+      CHECK(got[r * sizes.value_heads + h].encode.elements == rows[r].health()[h].encode.elements);
+      CHECK(got[r * sizes.value_heads + h].encode.clipped == rows[r].health()[h].encode.clipped);
+    }
+  }
+  CHECK(different_bytes(device_recurrence.get(), want_recurrence) == "");
+  CHECK(different_bytes(device_read.get(), want_read) == "");
+}
+
+}  // namespace
+
+TEST_CASE("gpu: mamba2 decode with the ring on the device has the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  std::vector<HeadPlan> plans;
+  for (const char* name :
+       {"fp32", "fp16+sr", "fp8+sr", "nvfp4+sr", "fp16+sr|nvfp4", "fp32|nvfp4+sr", "mxfp4|mxfp8",
+        "int8+sr|bf16", "formats/nf4.yaml", "fp32|fp32"}) {
+    for (int window : {1, 8, 16}) plans.push_back(plan_of(name, window));
+  }
+  plans.push_back(plan_of("fp16+sr|nvfp4", 8));
+  plans.back().flush_output = FlushOutput::read;
+  plans.push_back(plan_of("fp32", 8));
+  plans.back().flush_output = FlushOutput::read;
+  plans.push_back(plan_of("fp32", 8));
+  plans.back().dot = DotType::bf16;
+  for (const HeadPlan& plan : plans) {
+    for (Sizes sizes :
+         {Sizes{4, 2, 80, 128}, Sizes{2, 1, 64, 64}, Sizes{2, 2, 128, 256}, Sizes{2, 1, 32, 48}}) {
+      for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
+        if (type == RecordType::fp32 && sizes.head_dim != 80) continue;
+        INFO(plan.recurrence.format->name
+             << " / " << (plan.read ? plan.read->format->name : "shared") << ", L " << plan.window
+             << ", [" << sizes.head_dim << ", " << sizes.state_dim << "]");
+        try {
+          check_shape(*plan.recurrence.format, {sizes.head_dim, sizes.state_dim});
+          if (plan.read) check_shape(*plan.read->format, {sizes.head_dim, sizes.state_dim});
+        } catch (const std::invalid_argument&) {
+          continue;
+        }
+        compare_mamba2(sizes, plan, type);
+      }
+    }
+  }
+}
+
+TEST_CASE("gpu: gdn decode with the ring on the device has the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  std::vector<HeadPlan> plans;
+  for (const char* name :
+       {"fp32", "fp16+sr", "fp8+sr", "nvfp4+sr", "fp16+sr|nvfp4", "fp32|nvfp4+sr", "mxfp4|mxfp8",
+        "int8+sr|bf16", "formats/nf4.yaml", "fp32|fp32"}) {
+    for (int window : {1, 8, 16}) plans.push_back(plan_of(name, window));
+  }
+  plans.push_back(plan_of("fp16+sr|nvfp4", 8));
+  plans.back().flush_output = FlushOutput::read;
+  plans.back().gdn_fold = GdnFold::cached;
+  plans.push_back(plan_of("fp32", 1));
+  plans.back().flush_output = FlushOutput::read;
+  plans.push_back(plan_of("fp32", 8));
+  plans.back().ring_u = RecordType::bf16;
+  plans.back().beta = RecordType::bf16;
+  plans.push_back(plan_of("fp16+sr|fp8", 8));
+  plans.back().gdn_fold = GdnFold::cached;
+  plans.back().dot = DotType::tf32;
+  for (const HeadPlan& plan : plans) {
+    for (GdnSizes sizes :
+         {GdnSizes{2, 4, 128, 128}, GdnSizes{1, 2, 64, 64}, GdnSizes{1, 1, 32, 48}}) {
+      for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
+        if (type == RecordType::fp32 && sizes.value_dim != 128) continue;
+        INFO(plan.recurrence.format->name
+             << " / " << (plan.read ? plan.read->format->name : "shared") << ", L " << plan.window
+             << ", [" << sizes.value_dim << ", " << sizes.key_dim << "]");
+        try {
+          check_shape(*plan.recurrence.format, {sizes.value_dim, sizes.key_dim});
+          if (plan.read) check_shape(*plan.read->format, {sizes.value_dim, sizes.key_dim});
+        } catch (const std::invalid_argument&) {
+          continue;
+        }
+        compare_gdn(sizes, plan, type);
+      }
+    }
+  }
+}
