@@ -670,6 +670,7 @@ struct RunFolder::State {
   std::map<std::pair<int, int64_t>, std::map<int, Source>>
       units;  // (document, first) -> state -> source
   std::map<AnswerKey, AnswerSource> answers;
+  std::optional<FileStamp> scanned;  // of the folder of parts, when nothing in it was unknown
   std::vector<std::string> notes;
   std::map<std::string, int> document_index, state_index, item_index;
 
@@ -1210,7 +1211,11 @@ PutOutcome RunFolder::put(const AnswerBatch& batch) {
   State& s = *state_;
   if (!s.writable) throw std::logic_error("put: the run folder was opened read-only");
   s.check(batch);
-  s.scan();
+  // A run puts many small batches: the parts are listed again only when another process added some.
+  if (!s.scanned || s.scanned != stamp_of(s.parts_folder())) {
+    s.scanned = stamp_of(s.parts_folder());
+    s.scan();
+  }
   std::vector<AnswerKey> known;
   std::vector<StoredAnswerKey> keys;
   std::vector<Answer> fresh;
@@ -1244,7 +1249,11 @@ PutOutcome RunFolder::put(const AnswerBatch& batch) {
   if (fresh.empty()) return PutOutcome::compared;
   const std::string name = "answers-" + sha256_hex(names).substr(0, 16) + ".h5";
   const fs::path file = s.parts_folder() / name;
-  replace_file(file, encode_part(file.string(), s.plan, batch.seconds, keys, fresh));
+  const std::vector<std::byte> bytes =
+      encode_part(file.string(), s.plan, batch.seconds, keys, fresh);
+  const bool alone = s.scanned == stamp_of(s.parts_folder());
+  replace_file(file, bytes);
+  if (alone) s.scanned = stamp_of(s.parts_folder());
   if (std::optional<FileStamp> stamp = stamp_of(file)) {
     PartHead head;
     head.answers = std::move(keys);

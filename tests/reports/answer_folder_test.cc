@@ -404,6 +404,28 @@ TEST_CASE("several processes answer into one folder, each batch once, one of the
   CHECK(answers_differ(RunFolder::open_read_only(path).report(), undisturbed(plan)) == "");
 }
 
+TEST_CASE("answers that another process has put meanwhile are compared, not written again") {
+  TemporaryFolder place("meanwhile");
+  const RunPlan plan = sample_score_plan();
+  RunFolder mine = RunFolder::open(place / "run", plan, OpenMode::fresh);
+  RunFolder other = RunFolder::open(place / "run", plan, OpenMode::resume);
+  auto batch = [&](int item) {
+    AnswerBatch rows;
+    rows.rows.push_back({0, sample_answer(plan, {0, item, 0})});
+    return rows;
+  };
+  CHECK(mine.put(batch(0)) == PutOutcome::written);
+  CHECK(mine.put(batch(1)) == PutOutcome::written);
+  CHECK(other.put(batch(2)) == PutOutcome::written);
+  CHECK(mine.put(batch(2)) == PutOutcome::compared);
+  CHECK(other.put(batch(1)) == PutOutcome::compared);
+  AnswerBatch changed = batch(3);
+  CHECK(other.put(changed) == PutOutcome::written);
+  changed.rows[0].answer.token_ids[0] += 1;
+  CHECK(contains(message_of([&] { mine.put(changed); }), "token 0 is "));
+  CHECK(part_files(place / "run").size() == 4);
+}
+
 TEST_CASE("a full disk and a read-only folder: one line, and finished answers stay") {
   TemporaryFolder place("full-answers");
   const fs::path disk = place / "disk";
