@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <new>
 #include <numbers>
 #include <stdexcept>
@@ -40,6 +41,9 @@ class Buffer {
 
 /// log2(e), the factor between natural and binary logarithms of decays.
 constexpr float kLog2E = std::numbers::log2e_v<float>;
+
+/// Rings of so many rows are copied by one thread.
+constexpr size_t kFewRows = 12;
 
 /// Adds the time until its end to one kind of work.
 class Stopwatch {
@@ -139,6 +143,7 @@ struct Gathered {
     channels = std::make_unique<Buffer>(rows * shape.channels);
     scalars = std::make_unique<Buffer>(rows * shape.scalars);
     corrections = std::make_unique<Buffer>(rows * shape.corrections);
+#pragma omp parallel for schedule(static) if (call.first.size() > kFewRows)
     for (size_t r = 0; r < call.first.size(); ++r) {
       const int row = static_cast<int>(r);
       const int64_t start = first[r] - store.history(row);
@@ -163,14 +168,23 @@ struct Gathered {
   }
 
   void keep(StateStore& store, const Call& call) const {
+    std::exception_ptr error;
+#pragma omp parallel for schedule(static) if (call.first.size() > kFewRows)
     for (size_t r = 0; r < call.first.size(); ++r) {
-      const int row = static_cast<int>(r);
-      const int64_t start = first[r] - store.history(row);
-      store.keep(row, call.lengths[r], call.mode,
-                 conv->data() + (conv_first[r] - (shape.conv_kernel - 1)) * shape.channels,
-                 channels->data() + start * shape.channels, scalars->data() + start * shape.scalars,
-                 corrections->data() + start * shape.corrections);
+      try {
+        const int row = static_cast<int>(r);
+        const int64_t start = first[r] - store.history(row);
+        store.keep(row, call.lengths[r], call.mode,
+                   conv->data() + (conv_first[r] - (shape.conv_kernel - 1)) * shape.channels,
+                   channels->data() + start * shape.channels,
+                   scalars->data() + start * shape.scalars,
+                   corrections->data() + start * shape.corrections);
+      } catch (...) {  // no memory
+#pragma omp critical(replayeval_keep_error)
+        if (!error) error = std::current_exception();
+      }
     }
+    if (error) std::rethrow_exception(error);
   }
 
   StateStore::Shape shape;
