@@ -337,3 +337,37 @@ TEST_CASE("samples exported from a report are imported again as the same verdict
   CHECK(refused([&] { report_command(options); }) ==
         "2: report: --export: expected csv, parquet or samples, got 'xls'");
 }
+
+TEST_CASE("graded again, a rule that reads the options' texts finds them in the data") {
+  const Folder place("options");
+  std::string task = as_text(*read_file(kRoot / "eval_configs/tasks/mini-gpqa.yaml"));
+  const std::string rule = "[gpqa_authors_abcd]";
+  REQUIRE(contains(task, rule));
+  task.replace(task.find(rule), rule.size(), "[lm_eval_gpqa_flexible]");
+  std::ofstream(place / "task.yaml") << task;
+  write_lines(place / "a.jsonl",
+              {"{\"doc_id\": 0, \"doc\": {}, \"resps\": [[\"It must be the queen then\"]]}"});
+  GradeOptions options;
+  options.imports = {(place / "a.jsonl").string()};
+  options.states = {"engine"};
+  options.tasks = {(place / "task.yaml").string()};
+  options.data = (kRoot / "datasets/mini_tasks/gpqa/gpqa_mini.csv").string();
+  options.out = (place / "r.h5").string();
+  CHECK(contains(grade_answers(options), "1 answers to 1 of the 500 items of task mini-gpqa"));
+  const Report report = read_report(place / "r.h5");
+  CHECK(report.states[0].answers[0].correct);
+  CHECK(report.states[0].answers[0].extracted == report.items[0].gold);
+  GradeOptions again;
+  again.run = options.out;
+  again.tasks = options.tasks;
+  again.data = options.data;
+  CHECK(contains(grade_answers(again), "1 answers graded, 0 verdicts changed"));
+  again.data = (place / "nowhere").string();
+  CHECK(contains(grade_answers(again), "wrong: nothing extracted"));
+  // Another seed's option order in the report: its own order and gold stand.
+  Report other = report;
+  other.run.seed = 77;
+  write_report(other, place / "r.h5");
+  again.data = options.data;
+  CHECK(contains(grade_answers(again), "1 answers graded"));
+}
