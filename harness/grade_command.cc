@@ -94,12 +94,14 @@ struct Import {
 
 Import read_import(const std::string& file, const std::string& state, const TaskSpec& task,
                    const PromptSet& prompts, const GradeOptions& options) {
-  Import out{file, sha256_file(file), state, {}, 0, 0};
+  Import out{file, "", state, {}, 0, 0};
   const ItemFinder finder(prompts);
   std::map<std::pair<size_t, int>, size_t> lines;
   int64_t unknown = 0;
   std::string first_unknown, first_other;
-  for (Sample& sample : read_samples(file)) {
+  std::vector<Sample> samples = read_samples(file);
+  out.sha256 = sha256_file(file);
+  for (Sample& sample : samples) {
     const std::string place = file + ":" + std::to_string(sample.line) + ": ";
     const std::optional<size_t> item = finder.find(sample);
     if (!item) {

@@ -218,7 +218,7 @@ TEST_CASE("a request or a file that is wrong is one line: place, expected, got, 
                  }),
                  "expected a name of its own for each file, got 'engine' twice"));
   CHECK(contains(request([](GradeOptions& o) { o.imports[0] = "nowhere.jsonl"; }),
-                 "1: nowhere.jsonl: "));
+                 "1: nowhere.jsonl: no such file"));
   CHECK(contains(request([](GradeOptions& o) { o.run = "r"; }),
                  "expected either a run or --import FILE, got both"));
   CHECK(contains(request([](GradeOptions& o) { o.imports.clear(); }), "got neither"));
