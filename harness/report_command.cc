@@ -4,10 +4,14 @@
 #include <cstdio>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <set>
 #include <stdexcept>
 
+#include "datasets/chat_template.h"
 #include "datasets/task.h"
+#include "datasets/tokenizer.h"
+#include "models/hub.h"
 #include "reports/answer_statistics.h"
 #include "reports/answer_tables.h"
 #include "reports/attribution.h"
@@ -47,10 +51,21 @@ std::map<std::string, std::string> prompts_at_hand(const Report& report) {
   std::set<std::string> wanted;
   for (const ItemInfo& item : report.items) wanted.insert(item.prompt_sha256);
   std::map<std::string, std::string> prompts;
+  std::unique_ptr<ChatTemplate> chat;
+  std::unique_ptr<Tokenizer> tokenizer;
+  try {
+    const fs::path model = find_model(report.run.model);
+    chat = load_chat_template(model);
+    tokenizer =
+        load_tokenizer(report.run.tokenizer.empty() ? model : fs::path(report.run.tokenizer));
+  } catch (const std::exception&) {
+    // A report without a model at hand: prompts that need one do not have the hash of the items.
+  }
   for (const TaskInfo& info : report.run.tasks) {
     try {
       const TaskSpec task = load_task(info.name);
-      for (const PromptedItem& item : load_prompts(task, report.run.seed).items) {
+      const PromptSet set = load_prompts(task, report.run.seed, chat.get(), tokenizer.get());
+      for (const PromptedItem& item : set.items) {
         if (wanted.contains(item.prompt_sha256)) prompts[item.prompt_sha256] = item.prompt;
       }
     } catch (const std::exception& error) {
