@@ -253,8 +253,7 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
     const std::string file = folder.write("a.yaml", minimal() + c.line + "\n");
     CHECK(error_of(file) == file + ":5:" + c.message);
   }
-  CHECK(error_of(folder.write("off.yaml", minimal() + "speculate: 0\n")) ==
-        "(no error)");
+  CHECK(error_of(folder.write("off.yaml", minimal() + "speculate: 0\n")) == "(no error)");
 
   const auto states_error = [&](const std::string& states) {
     const std::string file =
@@ -556,6 +555,15 @@ TEST_CASE("the shipped experiments are valid") {
     const Experiment e =
         load_experiment(root + name, std::vector<std::string>{"data.path=" + kSample});
     CHECK(e.data.kind == DataSource::Kind::kPg19);
+  }
+  for (const std::string name : {"score-mini.yaml", "score.yaml"}) {
+    CAPTURE(name);
+    const Experiment e = load_experiment(root + name);
+    CHECK(e.job == "score");
+    CHECK(names(e.states) ==
+          std::vector<std::string>{"fp16+sr", "fp16+sr/nvfp4", "nvfp4+sr", "nvfp4+sr@L=1"});
+    for (const TaskRequest& task : e.tasks)
+      CHECK(fs::exists(root + "tasks/" + task.task + ".yaml"));
   }
 }
 
