@@ -35,8 +35,9 @@ void refresh_report(const fs::path& path) {
   if (!RunFolder::holds_run(path)) return;
   const RunFolder folder = RunFolder::open_read_only(path);
   for (const std::string& note : folder.notes()) std::fprintf(stderr, "%s\n", note.c_str());
-  if (folder.missing().empty() && folder.missing_answers().empty() &&
-      fs::exists(path / "report.h5"))
+  // Where parts had to be left out, the report that is there may hold more than they do.
+  if (fs::exists(path / "report.h5") &&
+      (!folder.notes().empty() || (folder.missing().empty() && folder.missing_answers().empty())))
     return;
   try {
     folder.assemble();
