@@ -1,10 +1,11 @@
 #include "harness/bench_gpu.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
 #include "kernels/gpu_timing.h"
-#include "quant/format_file.h"
+#include "quant/state_format.h"
 
 namespace replayeval {
 namespace {
@@ -22,13 +23,13 @@ constexpr Shape kShapes[] = {
 
 StateCodec codec_of(const std::string& name) {
   const bool stochastic = name.size() > 3 && name.ends_with("+sr");
-  return {find_or_load_format(stochastic ? name.substr(0, name.size() - 3) : name),
+  return {find_format(stochastic ? name.substr(0, name.size() - 3) : name),
           stochastic ? Rounding::stochastic : Rounding::nearest_even};
 }
 
 HeadPlan plan_of(const std::string& name, int window) {
   HeadPlan plan;
-  const size_t bar = name.find('|');
+  const size_t bar = name.find('/');
   plan.recurrence = codec_of(name.substr(0, bar));
   if (bar != std::string::npos) plan.read = codec_of(name.substr(bar + 1));
   plan.window = window;
@@ -53,7 +54,7 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
                "TB/s", "of read", "checkpoints");
   const std::vector<std::string> states =
       options.states.empty()
-          ? std::vector<std::string>{"fp32", "fp16+sr", "nvfp4+sr", "fp16+sr|nvfp4"}
+          ? std::vector<std::string>{"fp32", "fp16+sr", "nvfp4+sr", "fp16+sr/nvfp4"}
           : options.states;
   int result = 0;
   bool any = false;
@@ -101,6 +102,16 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
   return result;
 }
 
+int run_gpu_bench(const std::string& what, const GpuBenchOptions& options, std::FILE* out) {
+  if (what == "decode") return run_gpu_decode_bench(options, out);
+  if (what == "kernels" || what == "kl" || what == "all") {
+    const int result = run_gpu_kernel_bench(out);
+    return what == "all" ? std::max(result, run_gpu_decode_bench(options, out)) : result;
+  }
+  throw std::invalid_argument(
+      "bench: with --device cuda expected decode, kernels, kl or all, got '" + what + "'");
+}
+
 int run_gpu_kernel_bench(std::FILE* out) {
   std::string reason;
   if (!cuda_available(&reason)) throw std::runtime_error("bench: " + reason);
@@ -108,7 +119,7 @@ int run_gpu_kernel_bench(std::FILE* out) {
   const std::pair<const char*, int> states[] = {
       {"fp32", 16},       {"fp32", 1},           {"fp16+sr", 16},
       {"fp8+sr", 16},     {"nvfp4+sr", 16},      {"nvfp4+sr", 1},
-      {"fp32|nvfp4", 16}, {"fp16+sr|nvfp4", 16}, {"fp8+sr|nvfp4", 16}};
+      {"fp32/nvfp4", 16}, {"fp16+sr/nvfp4", 16}, {"fp8+sr/nvfp4", 16}};
   std::fprintf(out, "microseconds a token and layer, chunks of 512 tokens\n%-12s %-16s %3s %9s\n",
                "shape", "state", "L", "us");
   for (const Shape& shape : kShapes) {

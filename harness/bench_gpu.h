@@ -16,7 +16,7 @@ struct GpuBenchOptions {
   int cycles = 3;
   std::vector<std::string> shapes;  // mamba2-h96, mamba2-h128, gdn-h32; empty: all
   std::vector<std::string>
-      states;  // recurrence|read; empty: fp32, fp16+sr, nvfp4+sr, fp16+sr|nvfp4
+      states;  // built-in formats, `recurrence/read`; empty: fp32, fp16+sr, nvfp4+sr, fp16+sr/nvfp4
 };
 
 /// Prints a table to `out`. Returns 0, or 1 when a checkpoint differs from the host's. Throws
@@ -26,5 +26,8 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out);
 /// Prints the time of a chunk of 512 tokens through one layer for the nine rows of the standard
 /// job, together and each alone, and of the metrics over a vocabulary.
 int run_gpu_kernel_bench(std::FILE* out);
+
+/// `bench WHAT --device cuda`: decode, kernels, kl (which is part of kernels) or all.
+int run_gpu_bench(const std::string& what, const GpuBenchOptions& options, std::FILE* out);
 
 }  // namespace replayeval

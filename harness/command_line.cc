@@ -13,6 +13,7 @@
 #include "datasets/task.h"
 #include "datasets/tokenizer.h"
 #include "harness/bench.h"
+#include "harness/bench_gpu.h"
 #include "harness/build_info.h"
 #include "harness/check_model.h"
 #include "harness/check_quant.h"
@@ -402,7 +403,18 @@ int parse_and_run(int argc, const char* const* argv) {
   CLI::App* bench_app =
       app.add_subcommand("bench", "rates of the kernels, and where a run's time goes");
   bench_app->add_option("what", bench_options.what,
-                        "all (unless given) | formats | kernels | job | growth");
+                        "all (unless given) | formats | kernels | job | growth; with --device "
+                        "cuda decode | kernels | kl");
+  GpuBenchOptions gpu_options;
+  std::string bench_device = "cpu";
+  bench_app->add_option("--device", bench_device, "cpu unless given, or cuda")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
+  bench_app->add_option("--rows", gpu_options.rows, "sequences of a decode step on a GPU, 256");
+  bench_app->add_option("--window", gpu_options.window, "L of a decode step on a GPU, 16");
+  bench_app
+      ->add_option("--shape", gpu_options.shapes,
+                   "on a GPU: mamba2-h96, mamba2-h128, gdn-h32 (repeatable), all unless given")
+      ->allow_extra_args(false);
   bench_app->add_option("--threads", bench_options.threads, "all cores unless given");
   bench_app->add_option("--model", bench_model,
                         "folder or hub name, models/mini-mamba2 unless given");
@@ -430,6 +442,11 @@ int parse_and_run(int argc, const char* const* argv) {
   bench_app->callback([&] {
     if (random_app->parsed()) {
       write_random_checkpoint(random_name, random_folder, random_seed);
+      return;
+    }
+    if (bench_device == "cuda") {
+      gpu_options.states = bench_options.states;
+      result = run_gpu_bench(bench_options.what, gpu_options, stdout);
       return;
     }
     if (!bench_model.empty()) bench_options.model = find_model(bench_model);

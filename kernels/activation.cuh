@@ -72,12 +72,27 @@ __device__ __forceinline__ float4 four_fp16(uint2 u) {
   const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&u.y));
   return make_float4(a.x, a.y, b.x, b.y);
 }
-/// A non-negative E4M3 number: its bits as FP16 bits are 2^-8 of its value, subnormals included.
-/// 0x7F is NaN.
-__device__ __forceinline__ float decode_e4m3_scale(uint32_t code) {
-  const float value =
-      __half2float(__ushort_as_half(static_cast<unsigned short>(code << 7))) * 256.0f;
-  return code == 0x7Fu ? __int_as_float(0x7FC00000) : value;
+/// A non-negative E4M3 number, twice, as FP16 numbers: its bits as FP16 bits are 2^-8 of its value,
+/// subnormals included. 0x7F is NaN.
+__device__ __forceinline__ __half2 e4m3_scale(uint32_t code) {
+  const __half value =
+      __ushort_as_half(static_cast<unsigned short>(code == 0x7Fu ? 0x7FFFu : code << 7));
+  return __hmul2(__half2half2(value), __float2half2_rn(256.0f));
+}
+
+/// Four E2M1 codes times an E4M3 scale, exact in FP16 (at most 6 significant bits between 2^-10 and
+/// 2688), times an FP32 scale.
+__device__ __forceinline__ float4 four_nvfp4(uint32_t codes, __half2 scale, float outer) {
+  // The high bytes of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 as FP16 numbers, chosen by the low
+  // 3 bits of a code.
+  const uint32_t bytes = __byte_perm(0x3E3C3800u, 0x46444240u, codes & 0x7777u);
+  const uint32_t a =
+      __byte_perm(bytes, 0u, 0x1404u) | (codes << 12 & 0x8000u) | (codes << 24 & 0x80000000u);
+  const uint32_t b =
+      __byte_perm(bytes, 0u, 0x3424u) | (codes << 4 & 0x8000u) | (codes << 16 & 0x80000000u);
+  const float2 x = __half22float2(__hmul2(*reinterpret_cast<const __half2*>(&a), scale));
+  const float2 y = __half22float2(__hmul2(*reinterpret_cast<const __half2*>(&b), scale));
+  return make_float4(x.x * outer, x.y * outer, y.x * outer, y.y * outer);
 }
 
 }  // namespace replayeval

@@ -10,7 +10,7 @@
 namespace replayeval {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 
 struct GdnLaunch {
   ReplayTables tables;

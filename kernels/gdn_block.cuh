@@ -54,18 +54,30 @@ struct GdnLayout {
 /// summing n = l, l + 16, ..., then the tree of lanes i + 8, + 4, + 2, + 1.
 template <class Value>
 __device__ void normalise(int rows, int dim, float scale, Value&& x, float* out, int out_row) {
+  constexpr int kKept =
+      16;  // numbers of a row that a thread keeps: rows of up to 256 are read once
   const int lane = threadIdx.x & 15;
   for (int base = 0; base < rows; base += static_cast<int>(blockDim.x >> 4)) {
     const int t = base + static_cast<int>(threadIdx.x >> 4);
     const int row = t < rows ? t : rows - 1;
+    float kept[kKept];
+#pragma unroll
+    for (int m = 0; m < kKept; ++m) kept[m] = lane + 16 * m < dim ? x(row, lane + 16 * m) : 0.0f;
     float squares = 0.0f;
-    for (int n = lane; n < dim; n += 16) squares = __fmaf_rn(x(row, n), x(row, n), squares);
+#pragma unroll
+    for (int m = 0; m < kKept; ++m) squares = __fmaf_rn(kept[m], kept[m], squares);
+    for (int n = lane + 16 * kKept; n < dim; n += 16)
+      squares = __fmaf_rn(x(row, n), x(row, n), squares);
     for (int d = 8; d > 0; d >>= 1) {
       squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
     }
     if (t >= rows) continue;
     const float factor = scale / sqrtf(squares + 1e-6f);
-    for (int n = lane; n < dim; n += 16) out[t * out_row + n] = x(t, n) * factor;
+#pragma unroll
+    for (int m = 0; m < kKept; ++m) {
+      if (lane + 16 * m < dim) out[t * out_row + lane + 16 * m] = kept[m] * factor;
+    }
+    for (int n = lane + 16 * kKept; n < dim; n += 16) out[t * out_row + n] = x(t, n) * factor;
   }
 }
 
@@ -73,6 +85,15 @@ __device__ void normalise(int rows, int dim, float scale, Value&& x, float* out,
 /// thread.
 inline __device__ void carried_read(const float* state, int v_row, int value_dim, const float* keys,
                                     int k_row, int key_dim, int rows, float* read) {
+  if (rows == 1) {  // too few tiles to go round
+    for (int p = threadIdx.x; p < value_dim; p += static_cast<int>(blockDim.x)) {
+      float sum = 0.0f;
+#pragma unroll 16
+      for (int n = 0; n < key_dim; ++n) sum = __fmaf_rn(keys[n], state[n * v_row + p], sum);
+      read[p] = sum;
+    }
+    return;
+  }
   const int quads = (value_dim + 3) / 4, tiles = (rows + 3) / 4 * quads;
   for (int tile = threadIdx.x; tile < tiles; tile += static_cast<int>(blockDim.x)) {
     const int p = tile % quads * 4, t = tile / quads * 4;
@@ -143,6 +164,15 @@ __device__ __forceinline__ float round_value(DotType type, float x) {
   return __uint_as_float((bits + half - 1u + ((bits >> dropped) & 1u)) & ~((1u << dropped) - 1u));
 }
 
+__device__ __forceinline__ float4 round_four(DotType type, float4 x) {
+  return make_float4(round_value(type, x.x), round_value(type, x.y), round_value(type, x.z),
+                     round_value(type, x.w));
+}
+/// sum + a . b, four terms in order.
+__device__ __forceinline__ float chain(float4 a, float4 b, float sum) {
+  return __fmaf_rn(a.w, b.w, __fmaf_rn(a.z, b.z, __fmaf_rn(a.y, b.y, __fmaf_rn(a.x, b.x, sum))));
+}
+
 /// Outputs of one span of one head, and the fold into the head's state if it flushes. Inputs: k, q,
 /// v, beta, decay, u of a token, counted as the span's, and store_u, store_o.
 template <class Inputs>
@@ -178,9 +208,22 @@ struct GdnSpan {
         const float *a = keys + t * at.k_row, *b = keys + j * at.k_row, *q = queries + t * at.k_row;
         const bool with_q = t >= first_query;
         float key_dot = 0.0f, query_dot = 0.0f;
-        for (int m = 0; m < key_dim; ++m) {
-          key_dot = __fmaf_rn(round_value(dot, a[m]), round_value(dot, b[m]), key_dot);
-          if (with_q) query_dot = __fmaf_rn(q[m], b[m], query_dot);
+        // Rows are padded with zeros to multiples of 4, which add nothing to a sum.
+        if (j < t) {
+#pragma unroll 4
+          for (int m = 0; m < key_dim; m += 4) {
+            const float4 x = load4(a + m), y = load4(b + m);
+            if (dot == DotType::fp32) {
+              key_dot = chain(x, y, key_dot);
+            } else {
+              key_dot = chain(round_four(dot, x), round_four(dot, y), key_dot);
+            }
+          }
+        }
+        if (with_q) {
+#pragma unroll 4
+          for (int m = 0; m < key_dim; m += 4)
+            query_dot = chain(load4(q + m), load4(b + m), query_dot);
         }
         key_weights[t * at.w_row + j] = weight * key_dot;
         if (with_q) query_weights[t * at.w_row + j] = weight * query_dot;
@@ -231,10 +274,13 @@ struct GdnSpan {
     const float* read_q = work + at.read_q;
     const int value_dim = layer.value_dim;
     for (int p = threadIdx.x; p < value_dim; p += static_cast<int>(blockDim.x)) {
+      float next = first < last ? in.v(int64_t{span.first} + first, p) : 0.0f;
       for (int t = first; t < last; ++t) {
+        const float v = next;  // asked for a token ahead
+        if (t + 1 < last) next = in.v(int64_t{span.first} + t + 1, p);
         const float carried = channel ? 1.0f : work[at.carried + t];
-        float rest =
-            __fmaf_rn(-carried, read_k[t * at.v_row + p], in.v(int64_t{span.first} + t, p));
+        float rest = __fmaf_rn(-carried, read_k[t * at.v_row + p], v);
+#pragma unroll 4
         for (int j = 0; j < t; ++j)
           rest = __fmaf_rn(-key_weights[t * at.w_row + j], u[j * at.v_row + p], rest);
         const float own = work[at.beta + t] * rest;
@@ -399,6 +445,7 @@ struct GdnSpan {
     for (int p = tid; p < value_dim; p += static_cast<int>(blockDim.x)) {
       const float* query = work + at.queries + (n - 1) * at.k_row;
       float o = 0.0f;
+#pragma unroll 16
       for (int m = 0; m < key_dim; ++m) o = __fmaf_rn(query[m], state[m * at.v_row + p], o);
       in.store_o(int64_t{span.first} + n - 1, p, o);
     }

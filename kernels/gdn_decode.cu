@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kMostHeads = 512;  // of a call, where a format has scales given in advance
 constexpr int kFlushThreads = 256;
+constexpr int kMostKeys = 256;  // key_dim
 
 enum class ReadKind : int { fp32, fp16, nvfp4, described };
 
@@ -36,7 +37,7 @@ struct GdnDecodeLaunch {
 struct ReadLayout {
   int k_row;      // floats
   int state_row;  // bytes of a state row as it is copied
-  int keys, query, key_weights, query_weights, decay, dots, u, scales, state, end;
+  int keys, query, key_weights, query_weights, decay, dots, partial, u, scales, state, end;
 
   __host__ __device__ ReadLayout(int value_dim, int key_dim, int window, int u_size, int code_bits,
                                  int blocks_across) {
@@ -53,7 +54,8 @@ struct ReadLayout {
     key_weights = take(4 * window);
     query_weights = take(4 * window);
     decay = take(4 * window);
-    dots = take(8 * window);
+    dots = take(4);
+    partial = take(8 * value_dim);
     u = take(window * value_dim * u_size);
     scales = take(value_dim * blocks_across);
     state = take(value_dim * state_row);
@@ -112,21 +114,19 @@ struct RingInputs {
 
 /// Four elements n .. n + 3 of a row of the checkpoint, decoded.
 template <ReadKind kKind>
-__device__ __forceinline__ float4 state_four(const std::byte* row, int n, float scale,
+__device__ __forceinline__ float4 state_four(const std::byte* row, int n, __half2 scale,
                                              float outer) {
   if constexpr (kKind == ReadKind::fp32) {
     return *reinterpret_cast<const float4*>(row + 4 * n);
   } else if constexpr (kKind == ReadKind::fp16) {
     return four_fp16(*reinterpret_cast<const uint2*>(row + 2 * n));
   } else {
-    const float4 v = four_e2m1(*reinterpret_cast<const uint16_t*>(row + n / 2));
-    return make_float4(v.x * scale * outer, v.y * scale * outer, v.z * scale * outer,
-                       v.w * scale * outer);
+    return four_nvfp4(*reinterpret_cast<const uint16_t*>(row + n / 2), scale, outer);
   }
 }
 
 template <ReadKind kKind>
-__global__ void __launch_bounds__(256) gdn_read(const __grid_constant__ GdnDecodeLaunch p) {
+__global__ void __launch_bounds__(512) gdn_read(const __grid_constant__ GdnDecodeLaunch p) {
   extern __shared__ __align__(16) std::byte shared[];
   const GdnLayer& layer = p.layer;
   const int row = blockIdx.x / layer.value_heads, head = blockIdx.x % layer.value_heads;
@@ -174,19 +174,33 @@ __global__ void __launch_bounds__(256) gdn_read(const __grid_constant__ GdnDecod
   float* key_weights = reinterpret_cast<float*>(shared + at.key_weights);
   float* query_weights = reinterpret_cast<float*>(shared + at.query_weights);
   float* dots = reinterpret_cast<float*>(shared + at.dots);
-  // Normalised keys of the window and, as the last row, the query.
+  // Normalised keys of the window and, as the last row, the query; sixteen threads a row.
   {
     const int lane = tid & 15;
+    const int64_t width = int64_t{layer.key_heads} * key_dim, from = int64_t{key_head} * key_dim;
+    const int64_t ring = int64_t{row} * window * width + from;
     for (int base = 0; base < t + 2; base += threads / 16) {
       const int i = base + (tid >> 4), j = min(i, t + 1);
-      const auto x = [&](int n) { return j <= t ? in.k(j - t, n) : in.q(0, n); };
+      const void* x = j < t ? p.step.ring_k : j == t ? p.step.k : p.step.q;
+      const int64_t at_x = j < t ? ring + j * width : row * width + from;
+      float value[kMostKeys / 16];
       float squares = 0.0f;
-      for (int n = lane; n < key_dim; n += 16) squares = __fmaf_rn(x(n), x(n), squares);
+#pragma unroll
+      for (int m = 0; m < kMostKeys / 16; ++m) {
+        const int n = lane + 16 * m;
+        value[m] = n < key_dim ? load_record(p.step.activation, x, at_x + n) : 0.0f;
+      }
+#pragma unroll
+      for (int m = 0; m < kMostKeys / 16; ++m) squares = __fmaf_rn(value[m], value[m], squares);
       for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
       if (i > t + 1) continue;
       const float factor = (j <= t ? 1.0f : p.query_scale) / sqrtf(squares + 1e-6f);
       float* to = j <= t ? keys + j * at.k_row : query;
-      for (int n = lane; n < key_dim; n += 16) to[n] = x(n) * factor;
+#pragma unroll
+      for (int m = 0; m < kMostKeys / 16; ++m) {
+        const int n = lane + 16 * m;
+        if (n < key_dim) to[n] = value[m] * factor;
+      }
     }
   }
   for (int j = tid; j <= t; j += threads) decay[j] = in.decay(j - t, 0);
@@ -234,26 +248,24 @@ __global__ void __launch_bounds__(256) gdn_read(const __grid_constant__ GdnDecod
   wait_for_copies();
   __syncthreads();
 
+  // Half of the threads read with the key and make u, the others with the query and make what o has
+  // of earlier tokens.
   const float carried = dots[0];
-  for (int i = tid; i < value_dim; i += threads) {
-    const float* key = keys + t * at.k_row;
-    float read_k = 0.0f, read_q = 0.0f;
-    const auto add = [&](int n, float4 s) {
-      const float4 k = load4(key + n), q = load4(query + n);
-      read_k = __fmaf_rn(k.w, s.w,
-                         __fmaf_rn(k.z, s.z, __fmaf_rn(k.y, s.y, __fmaf_rn(k.x, s.x, read_k))));
-      read_q = __fmaf_rn(q.w, s.w,
-                         __fmaf_rn(q.z, s.z, __fmaf_rn(q.y, s.y, __fmaf_rn(q.x, s.x, read_q))));
-    };
+  const int half = threads / 2, side = tid >= half ? 1 : 0;
+  float* partial = reinterpret_cast<float*>(shared + at.partial);
+  for (int i = tid - side * half; i < value_dim; i += half) {
+    const float* operand = side == 0 ? keys + t * at.k_row : query;
+    float sum = 0.0f;
+    const auto add = [&](int n, float4 s) { sum = chain(load4(operand + n), s, sum); };
     if constexpr (kCopied) {
       const std::byte* state = shared + at.state + i * at.state_row;
       const float outer =
           kKind == ReadKind::nvfp4 ? *reinterpret_cast<const float*>(packed + l.outer) : 1.0f;
       for (int m = 0; m < key_dim; m += 16) {
-        float scale = 1.0f;
+        __half2 scale{};
         if constexpr (kKind == ReadKind::nvfp4) {
-          scale = decode_e4m3_scale(
-              static_cast<uint32_t>(shared[at.scales + i * l.blocks_across + m / 16]));
+          scale =
+              e4m3_scale(static_cast<uint32_t>(shared[at.scales + i * l.blocks_across + m / 16]));
         }
 #pragma unroll
         for (int n = 0; n < 16; n += 4) add(m + n, state_four<kKind>(state, m + n, scale, outer));
@@ -287,23 +299,35 @@ __global__ void __launch_bounds__(256) gdn_read(const __grid_constant__ GdnDecod
     const auto stored = [&](int j) {
       return load_record(p.plan.ring_u, shared + at.u, j * value_dim + i);
     };
-    float rest = __fmaf_rn(-carried, read_k, in.v(0, i));
-    for (int j = 0; j < t; ++j) rest = __fmaf_rn(-key_weights[j], stored(j), rest);
-    const float u = beta * rest;
-    float o = carried * read_q;
-    for (int j = 0; j < t; ++j) o = __fmaf_rn(query_weights[j], stored(j), o);
-    in.store_o(0, i, __fmaf_rn(query_weights[t], u, o));
-    if (!flush) store_record(p.plan.ring_u, p.step.ring_u, in.at_u(0) + i, u);
+    if (side == 0) {
+      float rest = __fmaf_rn(-carried, sum, in.v(0, i));
+#pragma unroll 4
+      for (int j = 0; j < t; ++j) rest = __fmaf_rn(-key_weights[j], stored(j), rest);
+      const float own_u = beta * rest;
+      if (!flush) store_record(p.plan.ring_u, p.step.ring_u, in.at_u(0) + i, own_u);
+      partial[value_dim + i] = own_u;
+    } else {
+      float o = carried * sum;
+#pragma unroll 4
+      for (int j = 0; j < t; ++j) o = __fmaf_rn(query_weights[j], stored(j), o);
+      partial[i] = o;
+    }
+  }
+  __syncthreads();
+  for (int i = tid; i < value_dim; i += threads) {
+    in.store_o(0, i, __fmaf_rn(query_weights[t], partial[value_dim + i], partial[i]));
   }
 }
 
-/// The rows that flush; a block takes one head and every gridDim.y-th row.
+/// The rows that flush; a block takes one head and some neighbouring rows.
 __global__ void __launch_bounds__(kFlushThreads)
     gdn_flush(const __grid_constant__ GdnDecodeLaunch p) {
   extern __shared__ __align__(16) std::byte shared[];
   const GdnLayer& layer = p.layer;
   const int head_index = blockIdx.x, window = p.plan.window;
-  for (int row = blockIdx.y; row < p.rows.rows; row += gridDim.y) {
+  const int count = (p.rows.rows + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
+  const int first = static_cast<int>(blockIdx.y) * count, last = min(first + count, p.rows.rows);
+  for (int row = first; row < last; ++row) {
     if (p.rows.pending[row] + 1 != window) continue;
     DeviceRow device_row{};
     device_row.position = p.rows.position[row];
@@ -389,9 +413,10 @@ void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
   if (rows.rows == 0) return;
   if (layer.channel_decay)
     refuse("a decay a channel (KDA), expected one a head; gdn_advance_cuda takes both");
-  if (layer.key_dim % 16 != 0 || layer.value_dim % 8 != 0) {
+  if (layer.key_dim % 16 != 0 || layer.key_dim > kMostKeys || layer.value_dim % 8 != 0) {
     refuse("key_dim " + std::to_string(layer.key_dim) + ", value_dim " +
-           std::to_string(layer.value_dim) + ", expected multiples of 16 and 8");
+           std::to_string(layer.value_dim) + ", expected multiples of 16 (up to " +
+           std::to_string(kMostKeys) + ") and 8");
   }
   if (plan.window < 1 || plan.window > kMaxWindow) {
     refuse("window " + std::to_string(plan.window) + ", expected 1 to " +
@@ -454,13 +479,13 @@ void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
                         plan.ring_u == RecordType::bf16 ? 2 : 4,
                         kind == ReadKind::described ? 0 : launch.read_layout.code_size,
                         kind == ReadKind::nvfp4 ? launch.read_layout.blocks_across : 0);
-    const int threads = std::clamp((layer.value_dim + 31) / 32 * 32, 64, 256);
+    const int threads = 2 * std::clamp((layer.value_dim + 31) / 32 * 32, 32, 256);
     start(read_kernel(kind), dim3(static_cast<unsigned>(rows.rows * layer.value_heads)), threads,
           static_cast<size_t>(at.end));
   }
   const GdnLayout at(layer.value_dim, layer.key_dim, plan.window, false, false);
   const dim3 some(static_cast<unsigned>(layer.value_heads),
-                  static_cast<unsigned>(std::min(rows.rows, plan.window == 1 ? 65535 : 16)));
+                  static_cast<unsigned>(std::min(rows.rows, plan.window == 1 ? 65535 : 32)));
   start(gdn_flush, some, kFlushThreads,
         block_codec_bytes(layer.value_dim) +
             static_cast<size_t>(at.end + at.matrices_end) * sizeof(float));

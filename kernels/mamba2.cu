@@ -9,7 +9,7 @@
 namespace replayeval {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 
 /// Offsets, in floats, of a block's arrays; the matrices apart, since they may lie in global
 /// memory.

@@ -67,6 +67,9 @@ struct DecodeBlock {
   const Act *x, *c;
   const Act *ring_x, *ring_b, *b;
   int64_t x_stride, b_stride;
+  // The ring's records where they are read from: the ring, or copies in shared memory.
+  const Act *seen_x, *seen_b;
+  int64_t seen_x_stride, seen_b_stride;
 
   __device__ DecodeBlock(const DecodeLaunch& launch, float* memory)
       : DecodeBlock(launch, memory, blockIdx.x / launch.layer.heads,
@@ -90,9 +93,37 @@ struct DecodeBlock {
              int64_t{head} * layer.head_dim;
     ring_b = static_cast<const Act*>(p.step.ring_b) + r * window * b_stride +
              int64_t{group} * layer.state_dim;
+    seen_x = ring_x;
+    seen_b = ring_b;
+    seen_x_stride = x_stride;
+    seen_b_stride = b_stride;
   }
-  __device__ const Act* x_of(int j) const { return j == t ? x : ring_x + j * x_stride; }
-  __device__ const Act* b_of(int j) const { return j == t ? b : ring_b + j * b_stride; }
+  __device__ const Act* x_of(int j) const { return j == t ? x : seen_x + j * seen_x_stride; }
+  __device__ const Act* b_of(int j) const { return j == t ? b : seen_b + j * seen_b_stride; }
+
+  /// Begins to copy the ring's records to `memory`; they are there after wait_for_copies and a
+  /// barrier.
+  __device__ void copy_ring(std::byte* memory) {
+    constexpr int kEach = 16 / sizeof(Act);
+    const int x_chunks = p.layer.head_dim / kEach, b_chunks = p.layer.state_dim / kEach;
+    Act* to_x = reinterpret_cast<Act*>(memory);
+    Act* to_b = to_x + p.plan.window * p.layer.head_dim;
+    for (int j = threadIdx.x >> 5; j < t; j += blockDim.x >> 5) {
+      for (int i = threadIdx.x & 31; i < x_chunks + b_chunks; i += 32) {
+        if (i < x_chunks) {
+          copy_async(to_x + j * p.layer.head_dim + kEach * i, ring_x + j * x_stride + kEach * i);
+        } else {
+          const int k = i - x_chunks;
+          copy_async(to_b + j * p.layer.state_dim + kEach * k, ring_b + j * b_stride + kEach * k);
+        }
+      }
+    }
+    commit_copies();
+    seen_x = to_x;
+    seen_b = to_b;
+    seen_x_stride = p.layer.head_dim;
+    seen_b_stride = p.layer.state_dim;
+  }
 
   /// The token's own inputs, into shared memory and the ring; ends without a barrier.
   __device__ void take_inputs(bool flush) const {
@@ -149,7 +180,7 @@ struct DecodeBlock {
     for (int i = threadIdx.x; i < p.layer.head_dim; i += blockDim.x) {
       float sum = work[at.weights + p.plan.window] * work[at.z + i];
       for (int j = 0; j < t; ++j)
-        sum = __fmaf_rn(work[at.weights + j], to_float(ring_x[j * x_stride + i]), sum);
+        sum = __fmaf_rn(work[at.weights + j], to_float(seen_x[j * seen_x_stride + i]), sum);
       sum = __fmaf_rn(work[at.weights + t], work[at.x + i], sum);
       output(i, sum);
     }
@@ -191,10 +222,11 @@ struct DecodeBlock {
 template <class Act, int kN16, int kRows>
 __global__ void __launch_bounds__(256, 2) decode_plain(const __grid_constant__ DecodeLaunch p) {
   extern __shared__ __align__(16) std::byte shared[];
-  const DecodeBlock<Act> block(p, reinterpret_cast<float*>(shared));
+  DecodeBlock<Act> block(p, reinterpret_cast<float*>(shared));
   const Mamba2Layer& layer = p.layer;
   float* work = block.work;
   const DecodeLayout& at = block.at;
+  block.copy_ring(reinterpret_cast<std::byte*>(work + at.large));
   float* state = reinterpret_cast<float*>(p.states.recurrence + block.row * p.states.row_stride +
                                           block.head * p.states.head_stride);
   const int part = threadIdx.x & 3, own = threadIdx.x >> 2, groups = blockDim.x >> 2;
@@ -215,6 +247,7 @@ __global__ void __launch_bounds__(256, 2) decode_plain(const __grid_constant__ D
     }
     if (!prepared) {
       block.take_inputs(flush);
+      wait_for_copies();
       __syncthreads();
       if (!flush) block.read_weights();
     }
@@ -394,7 +427,7 @@ template <class Act, class Rule>
 __global__ void __launch_bounds__(256) decode_read(const __grid_constant__ DecodeLaunch p) {
   extern __shared__ __align__(16) std::byte shared[];
   const Mamba2Layer& layer = p.layer;
-  const DecodeBlock<Act> block(p, reinterpret_cast<float*>(shared));
+  DecodeBlock<Act> block(p, reinterpret_cast<float*>(shared));
   const bool flush = block.t + 1 == p.plan.window;
   if (flush && p.plan.flush_output == FlushOutput::recurrence) return;
   float* work = block.work;
@@ -409,12 +442,11 @@ __global__ void __launch_bounds__(256) decode_read(const __grid_constant__ Decod
   for (size_t i = 16 * threadIdx.x; i < p.read_bytes; i += 16 * blockDim.x) {
     copy_async(packed + i, read + i);
   }
-  commit_copies();
+  block.copy_ring(packed + (p.read_bytes + 15) / 16 * 16);
   block.take_inputs(flush);
-  __syncthreads();
-  block.read_weights();
   wait_for_copies();
   __syncthreads();
+  block.read_weights();
   const FormatDescriptor& d =
       p.formats[p.plan.read >= 0 ? p.plan.read : p.plan.recurrence].descriptor;
   const PackedLayout& l = p.read_layout;
@@ -433,10 +465,9 @@ __global__ void __launch_bounds__(256) decode_read(const __grid_constant__ Decod
 #pragma unroll 4
       for (int m = 0; m < n16; ++m) {
         const int column = 16 * m + 4 * part;
-        float4 v = rule.load(packed, r * state_dim + column);
-        const float scale = decode_e4m3_scale(static_cast<uint32_t>(scales[m]));
-        v = make_float4(v.x * scale * outer, v.y * scale * outer, v.z * scale * outer,
-                        v.w * scale * outer);
+        const float4 v =
+            four_nvfp4(*reinterpret_cast<const uint16_t*>(packed + (r * state_dim + column) / 2),
+                       e4m3_scale(static_cast<uint32_t>(scales[m])), outer);
         sum = fma4(v, load4(work + at.c + column), sum);
       }
     } else {
@@ -479,7 +510,9 @@ __global__ void __launch_bounds__(256) decode_read(const __grid_constant__ Decod
 template <class Act>
 __global__ void __launch_bounds__(256) decode_flush(const __grid_constant__ DecodeLaunch p) {
   extern __shared__ __align__(16) std::byte shared[];
-  for (int row = blockIdx.y; row < p.rows.rows; row += gridDim.y) {
+  const int count = (p.rows.rows + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
+  const int first = static_cast<int>(blockIdx.y) * count, last = min(first + count, p.rows.rows);
+  for (int row = first; row < last; ++row) {
     if (p.rows.pending[row] + 1 != p.plan.window) continue;
     flush_head<Act>(p, row, static_cast<int>(blockIdx.x), shared);
     __syncthreads();
@@ -540,8 +573,8 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
   if (layer.state_dim % 16 != 0) {
     refuse("state_dim " + std::to_string(layer.state_dim) + ", expected a multiple of 16");
   }
-  if (layer.head_dim % 4 != 0)
-    refuse("head_dim " + std::to_string(layer.head_dim) + ", expected a multiple of 4");
+  if (layer.head_dim % 8 != 0)
+    refuse("head_dim " + std::to_string(layer.head_dim) + ", expected a multiple of 8");
   if (plan.window < 1 || plan.window > kMaxWindow) {
     refuse("window " + std::to_string(plan.window) + ", expected 1 to " +
            std::to_string(kMaxWindow));
@@ -578,14 +611,14 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
   launch.read_layout = packed_layout(read.descriptor, layer.head_dim, layer.state_dim);
   launch.read_span = read.descriptor.span;
   launch.read_scale = read.descriptor.block_scale;
-  launch.nvfp4 = launch.read_scale == BlockScale::floating &&
+  launch.nvfp4 = same_float(read.descriptor, kE2m1) && launch.read_scale == BlockScale::floating &&
                  read.descriptor.scale_number == kE4m3 && launch.read_layout.block_rows == 1 &&
                  launch.read_layout.block_columns == 16 && launch.read_layout.outer_count == 1;
   launch.plan.read = -1;
   const bool bf16 = step.activation == RecordType::bf16;
-  // Two rows a group of four threads where the state goes to registers.
+  // Two rows for four threads where the state goes to registers.
   const int threads = std::clamp((2 * layer.head_dim + 31) / 32 * 32, 64, 256);
-  const auto start = [&](Kernel kernel, dim3 grid, size_t shared) {
+  const auto start = [&](Kernel kernel, dim3 grid, int threads, size_t shared) {
     if (shared > block_shared_limit()) {
       refuse("a window of " + std::to_string(plan.window) + " needs " + std::to_string(shared) +
              " bytes of shared memory, this GPU has " + std::to_string(block_shared_limit()));
@@ -597,10 +630,12 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
   };
   const DecodeLayout at(layer.head_dim, layer.state_dim, plan.window);
   const dim3 all(static_cast<unsigned>(rows.rows * layer.heads));
+  const size_t ring_bytes =
+      static_cast<size_t>(plan.window) * (layer.head_dim + layer.state_dim) * (bf16 ? 2 : 4);
   if (launch.plain) {
     start(
         bf16 ? plain_kernel<__nv_bfloat16>(layer.state_dim) : plain_kernel<float>(layer.state_dim),
-        all, static_cast<size_t>(at.large) * sizeof(float));
+        all, threads, static_cast<size_t>(at.large) * sizeof(float) + ring_bytes);
     return;
   }
   FormatTable formats(heads);
@@ -614,11 +649,13 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
   std::copy(formats.scales_on_host().begin(), formats.scales_on_host().end(), launch.fixed_scales);
   if (plan.window > 1 || plan.flush_output == FlushOutput::read) {
     start(bf16 ? read_kernel<__nv_bfloat16>(read.descriptor) : read_kernel<float>(read.descriptor),
-          all, static_cast<size_t>(at.b) * sizeof(float) + (launch.read_bytes + 15) / 16 * 16);
+          all, threads,
+          static_cast<size_t>(at.b) * sizeof(float) + (launch.read_bytes + 15) / 16 * 16 +
+              ring_bytes);
   }
   const dim3 some(static_cast<unsigned>(layer.heads),
-                  static_cast<unsigned>(std::min(rows.rows, plan.window == 1 ? 65535 : 16)));
-  start(bf16 ? decode_flush<__nv_bfloat16> : decode_flush<float>, some,
+                  static_cast<unsigned>(std::min(rows.rows, plan.window == 1 ? 65535 : 32)));
+  start(bf16 ? decode_flush<__nv_bfloat16> : decode_flush<float>, some, threads,
         block_codec_bytes(layer.head_dim) +
             (static_cast<size_t>(at.large) +
              static_cast<size_t>(layer.head_dim) * padded_row(layer.state_dim)) *

@@ -225,11 +225,8 @@ struct DeviceHead {
     if (!shared() && codes_only) {
       encode_role(StateRole::read, position, layer_amax, store);
     } else if (!shared()) {
-      for (int i = threadIdx.x; i < head_dim * state_dim; i += blockDim.x) {
-        const int r = state.column_stride == 1 ? i / state_dim : i % head_dim;
-        const int c = state.column_stride == 1 ? i % state_dim : i / head_dim;
-        read.at(r, c) = state.at(r, c);
-      }
+      const int64_t distance = read.x - state.x;  // equal strides
+      each_element(state, head_dim, state_dim, [&](float& x) { (&x)[distance] = x; });
       __syncthreads();
       encode_role(StateRole::read, position, layer_amax, store);
       have_read = true;
@@ -249,9 +246,8 @@ struct DeviceHead {
   }
   __device__ float amax() {
     float largest = 0;
-    for (int i = threadIdx.x; i < head_dim * state_dim; i += blockDim.x) {
-      largest = larger(largest, amax_term(state.at(i / state_dim, i % state_dim)));
-    }
+    each_element(state, head_dim, state_dim,
+                 [&](float x) { largest = larger(largest, amax_term(x)); });
     return block_codec::block_max(largest, codec->partial);
   }
   __device__ void copy_unencoded(float* memory, bool to_memory) {

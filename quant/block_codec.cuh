@@ -45,6 +45,19 @@ struct ThreadCounts {
   uint32_t non_finite = 0, saturated = 0, clipped = 0, vanished = 0;
 };
 
+/// body(element) for the thread's share of the matrix: warps take lines along the contiguous axis.
+template <class Body>
+__device__ inline void each_element(const MatrixView& m, int head_dim, int state_dim, Body&& body) {
+  const bool by_row = m.column_stride == 1;
+  const int lines = by_row ? head_dim : state_dim, length = by_row ? state_dim : head_dim;
+  const int step = by_row ? m.row_stride : m.column_stride;
+  for (int line = threadIdx.x >> 5; line < lines; line += blockDim.x >> 5) {
+    float* x = m.x + line * step;
+#pragma unroll 4
+    for (int i = threadIdx.x & 31; i < length; i += 32) body(x[i]);
+  }
+}
+
 namespace block_codec {
 
 __device__ inline float warp_max(float v) {
@@ -343,22 +356,35 @@ __device__ inline OuterScale outer_of_row(const EncodeJob& job, int r) {
                                  : outer_scale(d, job.memory->head_amax);
 }
 
-/// Counts of one element, as encode_reference.
-__device__ inline void count_element(const EncodeJob& job, bool blocks, float x, float y,
-                                     float scale, ThreadCounts* counts) {
-  const FormatDescriptor& d = *job.d;
-  const bool finite = magnitude(x) <= kFloatMax;
-  counts->non_finite += finite ? 0 : 1;
-  const bool outside = (y > d.clip_high || y < d.clip_low) && d.saturate;
-  const bool vanished = blocks && scale == 0 && x != 0;
-  counts->vanished += vanished && finite ? 1 : 0;
-  if (!outside || vanished) return;
-  if (!d.scaled() || !finite) {
-    ++counts->saturated;
-  } else {
-    ++counts->clipped;
+/// Counts of elements, as encode_reference; what it needs of the format and the sums stay in
+/// registers.
+struct ElementCounter {
+  float low, high;
+  bool saturate, scaled, blocks;
+  ThreadCounts counts;
+
+  __device__ explicit ElementCounter(const FormatDescriptor& d)
+      : low(d.clip_low),
+        high(d.clip_high),
+        saturate(d.saturate),
+        scaled(d.scaled()),
+        blocks(d.block_scale != BlockScale::none) {}
+  __device__ __forceinline__ void see(float x, float y, float scale) {
+    const bool finite = magnitude(x) <= kFloatMax;
+    const bool vanished = blocks && scale == 0 && x != 0;
+    const bool outside = (y > high || y < low) && saturate && !vanished;
+    counts.non_finite += finite ? 0 : 1;
+    counts.vanished += vanished && finite ? 1 : 0;
+    counts.saturated += outside && (!scaled || !finite) ? 1 : 0;
+    counts.clipped += outside && scaled && finite ? 1 : 0;
   }
-}
+  __device__ void add_to(ThreadCounts* to) const {
+    to->non_finite += counts.non_finite;
+    to->saturated += counts.saturated;
+    to->clipped += counts.clipped;
+    to->vanished += counts.vanished;
+  }
+};
 
 template <class Rule>
 __device__ inline float block_error(const EncodeJob& job, const Rule& rule, const OuterScale& o,
@@ -384,19 +410,27 @@ __device__ inline void encode_runs(const EncodeJob& job, const Rule& rule, int c
                                    ThreadCounts* counts) {
   const FormatDescriptor& d = *job.d;
   const PackedLayout& l = job.l;
+  // Stores may alias what the job points to; copies spare reading it again for every element.
+  const MatrixView matrix = job.m;
+  const PhiloxKey key = job.key;
+  const bool stochastic = job.stochastic, store = job.store, round = job.round;
+  std::byte* const packed = job.packed;
+  const int state_dim = l.state_dim, head_dim = l.head_dim;
+  const bool has_outer = l.outer_count > 0;
+  ElementCounter counter(d);
   const bool blocks = d.block_scale != BlockScale::none, scaled = d.scaled();
   const bool divide = d.order == ScaleOrder::modelopt && blocks;
-  const int across = (l.state_dim + columns - 1) / columns;
-  for (int unit = threadIdx.x; unit < across * l.head_dim; unit += blockDim.x) {
-    const int r = unit % l.head_dim, b = unit / l.head_dim;
-    const int c0 = b * columns, c1 = c0 + columns < l.state_dim ? c0 + columns : l.state_dim;
+  const int across = (state_dim + columns - 1) / columns;
+  for (int unit = threadIdx.x; unit < across * head_dim; unit += blockDim.x) {
+    const int r = unit % head_dim, b = unit / head_dim;
+    const int c0 = b * columns, c1 = c0 + columns < state_dim ? c0 + columns : state_dim;
     const OuterScale o = outer_of_row(job, r);
     ScaledBlock scale;
     if (blocks) {
       float amax = 0;
       for (int c = c0; c < c1; c += 4) {
         float x[4];
-        get_four(job.m, r, c, x);
+        get_four(matrix, r, c, x);
         for (int i = 0; i < 4; ++i) amax = larger(amax, amax_term(x[i]));
       }
       scale = block_scale(d, amax, o, d.candidates[0]);
@@ -411,9 +445,9 @@ __device__ inline void encode_runs(const EncodeJob& job, const Rule& rule, int c
           }
         }
       }
-      if (job.store) {
+      if (store) {
         store_small(
-            job.packed + l.scales + (static_cast<size_t>(r) * l.blocks_across + b) * l.scale_size,
+            packed + l.scales + (static_cast<size_t>(r) * l.blocks_across + b) * l.scale_size,
             l.scale_size, scale.code);
       }
     } else {
@@ -422,28 +456,27 @@ __device__ inline void encode_runs(const EncodeJob& job, const Rule& rule, int c
     for (int c = c0; c < c1; c += 4) {
       float x[4];
       uint32_t code[4];
-      get_four(job.m, r, c, x);
+      get_four(matrix, r, c, x);
       PhiloxWords random{};
-      if (job.stochastic) {
+      if (stochastic) {
         random = philox4x32<10>((static_cast<uint32_t>(c) >> 2) + (static_cast<uint32_t>(r) << 16),
-                                job.key.counter1, job.key.counter2, job.key.counter3, job.key.key0,
-                                job.key.key1);
+                                key.counter1, key.counter2, key.counter3, key.key0, key.key1);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float y = !scaled ? x[i] : divide ? x[i] / scale.factor : x[i] * scale.factor;
-        code[i] = rule.encode(y, job.stochastic, random.word[i]);
-        count_element(job, blocks, x[i], y, scale.scale, counts);
+        code[i] = rule.encode(y, stochastic, random.word[i]);
+        counter.see(x[i], y, scale.scale);
         float value = rule.decode(code[i]);
         if (blocks) value = value * scale.scale;
-        if (l.outer_count > 0) value = value * o.decode;
+        if (has_outer) value = value * o.decode;
         x[i] = value;
       }
-      if (job.store)
-        store_four(job.packed, rule.code_size(), static_cast<size_t>(r) * l.state_dim + c, code);
-      if (job.round) put_four(job.m, r, c, x);
+      if (store) store_four(packed, rule.code_size(), static_cast<size_t>(r) * state_dim + c, code);
+      if (round) put_four(matrix, r, c, x);
     }
   }
+  counter.add_to(counts);
 }
 
 /// A block for each warp in turn, whatever its shape; without blocks, a row.
@@ -451,6 +484,7 @@ template <class Rule>
 __device__ inline void encode_blocks(const EncodeJob& job, const Rule& rule, ThreadCounts* counts) {
   const FormatDescriptor& d = *job.d;
   const PackedLayout& l = job.l;
+  ElementCounter counter(d);
   const bool blocks = d.block_scale != BlockScale::none, scaled = d.scaled();
   const bool divide = d.order == ScaleOrder::modelopt && blocks;
   const int rows = blocks ? l.block_rows : 1, columns = blocks ? l.block_columns : l.state_dim;
@@ -496,7 +530,7 @@ __device__ inline void encode_blocks(const EncodeJob& job, const Rule& rule, Thr
       const float y = !scaled ? x : divide ? x / scale.factor : x * scale.factor;
       const uint32_t code =
           rule.encode(y, job.stochastic, job.stochastic ? random_word(job.key, r, c) : 0u);
-      count_element(job, blocks, x, y, scale.scale, counts);
+      counter.see(x, y, scale.scale);
       if (job.store)
         store_one(job.packed, rule.code_size(), static_cast<size_t>(r) * l.state_dim + c, code);
       float value = rule.decode(code);
@@ -505,6 +539,7 @@ __device__ inline void encode_blocks(const EncodeJob& job, const Rule& rule, Thr
       if (job.round) job.m.at(r, c) = value;
     }
   }
+  counter.add_to(counts);
 }
 
 /// Rounds one prepared head in place. Called by all threads of the block, the matrix visible to
@@ -518,11 +553,8 @@ inline __device__ __noinline__ void encode_prepared(const EncodeJob& job, Thread
       (!blocks || (l.block_rows == 1 && l.block_columns % 4 == 0 && l.block_columns <= 64));
   if (d.span == Span::head) {
     float amax = 0;
-    for (int i = threadIdx.x; i < l.head_dim * l.state_dim; i += blockDim.x) {
-      const int r = job.m.column_stride == 1 ? i / l.state_dim : i % l.head_dim;
-      const int c = job.m.column_stride == 1 ? i % l.state_dim : i / l.head_dim;
-      amax = larger(amax, amax_term(job.m.at(r, c)));
-    }
+    each_element(job.m, l.head_dim, l.state_dim,
+                 [&](float x) { amax = larger(amax, amax_term(x)); });
     amax = block_max(amax, job.memory->partial);
     if (threadIdx.x == 0) job.memory->head_amax = amax;
   } else if (d.span == Span::row) {
@@ -570,9 +602,8 @@ inline __device__ __noinline__ void encode_prepared(const EncodeJob& job, Thread
 /// Non-finite elements of the thread's share of the matrix.
 __device__ inline uint32_t non_finite_share(const PackedLayout& l, const MatrixView& m) {
   uint32_t count = 0;
-  for (int i = threadIdx.x; i < l.head_dim * l.state_dim; i += blockDim.x) {
-    count += magnitude(m.at(i / l.state_dim, i % l.state_dim)) <= kFloatMax ? 0 : 1;
-  }
+  each_element(m, l.head_dim, l.state_dim,
+               [&](float x) { count += magnitude(x) <= kFloatMax ? 0 : 1; });
   return count;
 }
 
