@@ -83,10 +83,14 @@ void save_snapshot(RunFolder& folder, const std::string& name, const std::string
   folder.put_snapshot(name, writer.take());
 }
 
-bool load_snapshot(const RunFolder& folder, const std::string& name, const std::string& identity,
-                   DocumentProgress& progress, StateSet& states) {
+SnapshotOutcome load_snapshot(const RunFolder& folder, const std::string& name,
+                              const std::string& identity, DocumentProgress& progress,
+                              StateSet& states) {
   const std::optional<std::vector<std::byte>> bytes = folder.get_snapshot(name);
-  if (!bytes) return false;
+  if (!bytes) {
+    if (folder.has_snapshot(name)) return {false, "its checksum differs"};
+    return {};
+  }
   DocumentProgress stored = progress;
   try {
     ByteReader reader(*bytes);
@@ -94,27 +98,32 @@ bool load_snapshot(const RunFolder& folder, const std::string& name, const std::
     reader.array(head);
     reader.array(state);
     ByteReader head_reader(head);
-    if (!read_progress(head_reader, identity, stored)) return false;
+    if (!read_progress(head_reader, identity, stored)) {
+      return {false, "it belongs to other states or another text"};
+    }
     states.restore(state);
     for (int r = 0; r < states.rows(); ++r) {
       for (size_t piece = 0; piece < stored.cache_ends.size(); ++piece) {
         const auto cache = folder.get_snapshot(piece_name(name, r, piece));
-        if (!cache) throw std::runtime_error("a piece of the key-value cache is missing or broken");
+        if (!cache) {
+          throw std::runtime_error("the piece " + piece_name(name, r, piece) +
+                                   " of the key-value cache is missing or broken");
+        }
         states.append_cache(r, *cache);
       }
       if (states.position(r) != stored.position) {
         throw std::runtime_error("row " + std::to_string(r) + " stands elsewhere");
       }
     }
-  } catch (const std::runtime_error&) {
+  } catch (const std::runtime_error& error) {
     for (int r = 0; r < states.rows(); ++r) {
       const RowSpec spec = states.row(r);
       states.reset(r, spec);
     }
-    return false;
+    return {false, error.what()};
   }
   progress = std::move(stored);
-  return true;
+  return {true, {}};
 }
 
 void remove_snapshot(RunFolder& folder, const std::string& name, const DocumentProgress& progress,

@@ -32,11 +32,17 @@ struct DocumentProgress {
 void save_snapshot(RunFolder& folder, const std::string& name, const std::string& identity,
                    DocumentProgress& progress, const StateSet& states);
 
+/// `refused` says why a snapshot that is there was not used.
+struct SnapshotOutcome {
+  bool used = false;
+  std::string refused;
+};
+
 /// Puts a snapshot of the same name and identity into fresh `states` and `progress`, both made for
-/// the same rows. False when there is none that is whole and of that identity; both are then as
-/// before.
-bool load_snapshot(const RunFolder& folder, const std::string& name, const std::string& identity,
-                   DocumentProgress& progress, StateSet& states);
+/// the same rows. Where there is none that is whole and of that identity both are as before.
+SnapshotOutcome load_snapshot(const RunFolder& folder, const std::string& name,
+                              const std::string& identity, DocumentProgress& progress,
+                              StateSet& states);
 
 /// Removes what save_snapshot wrote.
 void remove_snapshot(RunFolder& folder, const std::string& name, const DocumentProgress& progress,

@@ -102,6 +102,8 @@ class TeacherForcedRun {
   bool run_item(const WorkItem& item);
   /// The unit that ends at at.position; the next one begins there.
   KlSpan take_span(const WorkItem& item, const StateSet& states, DocumentProgress& at) const;
+  std::filesystem::path dump_path(int document, int64_t position) const;
+  void note_missing_dumps();
   std::string snapshot_identity(const WorkItem& item) const;
   /// Whether the units before `position` are stored for all states of the item.
   bool stored_before(const WorkItem& item, int64_t position) const;
@@ -181,11 +183,19 @@ bool TeacherForcedRun::run() {
   }
   for (const WorkItem& item : items) {
     std::optional<Claim> claim = folder_.claim(item.name);
-    if (!claim) continue;
+    if (!claim) {
+      if (const std::optional<std::string> owner = folder_.claimed_by(item.name)) {
+        progress_->note("document " + documents_[static_cast<size_t>(item.document)].id +
+                        ": left to " + *owner + "; a claim is free after " +
+                        std::to_string(static_cast<int>(kStaleSeconds)) + " s without a sign");
+      }
+      continue;
+    }
     folder_.refresh();
     if (!run_item(item)) break;
   }
   progress_->finish();
+  if (!stop_requested() && options_.shards == 1) note_missing_dumps();
   folder_.refresh();
   return folder_.missing().empty();
 }
@@ -215,13 +225,17 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
   }
   const std::string identity = snapshot_identity(item);
   DocumentProgress stored = at;
-  if (options_.resume && load_snapshot(folder_, item.name, identity, stored, states)) {
-    if (stored_before(item, stored.span_first)) {
-      at = std::move(stored);
-    } else {
-      // A unit was lost since: everything is computed again.
-      for (int r = 0; r < row_count; ++r) states.reset(r, rows[static_cast<size_t>(r)]);
-    }
+  SnapshotOutcome snapshot;
+  if (options_.resume) snapshot = load_snapshot(folder_, item.name, identity, stored, states);
+  if (snapshot.used && stored_before(item, stored.span_first)) {
+    at = std::move(stored);
+  } else if (snapshot.used) {
+    snapshot.refused = "units before it are missing";
+    for (int r = 0; r < row_count; ++r) states.reset(r, rows[static_cast<size_t>(r)]);
+  }
+  if (!snapshot.refused.empty()) {
+    progress_->note("document " + document.id + ": its snapshot is not used (" + snapshot.refused +
+                    "); the document is computed from its start");
   }
   if (at.position > 0) {
     progress_->skip(at.position);
@@ -278,10 +292,8 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
     }
     if (std::binary_search(experiment_.dump_states.begin(), experiment_.dump_states.end(),
                            end - 1)) {
-      const std::string name = "document-" + std::to_string(item.document) + "-position-" +
-                               std::to_string(end - 1) + ".h5";
       write_state_dump(make_state_dump(model_, states, document.id, end - 1),
-                       folder_.path() / "dumps" / name);
+                       dump_path(item.document, end - 1));
     }
     if (const int64_t every = experiment_.state_error_every;
         every > 0 && end > prompt && (end - prompt) % every == 0) {
@@ -311,6 +323,27 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
   }
   remove_snapshot(folder_, item.name, at, row_count);
   return true;
+}
+
+std::filesystem::path TeacherForcedRun::dump_path(int document, int64_t position) const {
+  return folder_.path() / "dumps" /
+         ("document-" + std::to_string(document) + "-position-" + std::to_string(position) + ".h5");
+}
+
+// A position asked for after its unit was stored, or beyond the text, has no dump.
+void TeacherForcedRun::note_missing_dumps() {
+  for (size_t d = 0; d < documents_.size(); ++d) {
+    std::string positions;
+    for (int64_t position : experiment_.dump_states) {
+      if (!std::filesystem::exists(dump_path(static_cast<int>(d), position)))
+        positions += (positions.empty() ? "" : ", ") + std::to_string(position);
+    }
+    if (positions.empty()) continue;
+    progress_->note(
+        "dump_states: document " + documents_[d].id + " of " +
+        std::to_string(documents_[d].tokens.size()) + " tokens: no dump of position " + positions +
+        ": beyond the text, or computed before it was asked for (use a new run folder)");
+  }
 }
 
 // What a snapshot belongs to: the states and the text up to its end.

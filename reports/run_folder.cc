@@ -28,6 +28,7 @@
 #include "reports/files.h"
 #include "reports/hdf5_image.h"
 #include "reports/schema.h"
+#include "reports/shortfall.h"
 
 namespace replayeval {
 namespace fs = std::filesystem;
@@ -1368,6 +1369,24 @@ std::optional<Claim> RunFolder::claim(const std::string& name, double stale_seco
   return Claim(std::move(state));
 }
 
+std::optional<std::string> RunFolder::claimed_by(const std::string& name) const {
+  const fs::path file = state_->path / "claims" / (file_safe(name) + ".json");
+  const std::optional<std::vector<std::byte>> bytes = read_file(file);
+  const std::optional<FileStamp> stamp = stamp_of(file);
+  if (!bytes || !stamp) return std::nullopt;
+  const Json owner = Json::parse(as_text(*bytes), nullptr, false);
+  std::string text = "an unknown process";
+  if (owner.is_object() && owner.contains("pid") && owner["pid"].is_number_integer()) {
+    text = "process " + std::to_string(owner["pid"].get<int64_t>());
+    if (owner.contains("machine") && owner["machine"].is_string())
+      text += " on " + owner["machine"].get<std::string>();
+  }
+  const double age =
+      static_cast<double>(folder_clock_ns(file.parent_path()) - stamp->changed_ns) * 1e-9;
+  return text + ", last heard of " + std::to_string(static_cast<int64_t>(std::max(age, 0.0))) +
+         " s ago (" + file.string() + ")";
+}
+
 // ---- snapshots ----
 
 namespace {
@@ -1404,6 +1423,10 @@ std::optional<std::vector<std::byte>> RunFolder::get_snapshot(const std::string&
   }
   all->erase(all->begin(), all->begin() + static_cast<std::ptrdiff_t>(head));
   return all;
+}
+
+bool RunFolder::has_snapshot(const std::string& name) const {
+  return fs::exists(snapshot_path(state_->path, name));
 }
 
 void RunFolder::remove_snapshot(const std::string& name) {
@@ -1494,6 +1517,26 @@ Report RunFolder::report() const {
   return state_->report();
 }
 
+Report RunFolder::fullest_report(std::string* kept) const {
+  kept->clear();
+  Report report = this->report();
+  const fs::path file = state_->path / "report.h5";
+  if (!fs::exists(file) || (missing().empty() && missing_answers().empty())) return report;
+  Report stored;
+  try {
+    stored = read_report(file);
+  } catch (const std::runtime_error& error) {
+    *kept = std::string(error.what()) +
+            "; kept, as it may hold more than the parts do; remove it to have it written anew";
+    return report;
+  }
+  const std::string lacking = shortfall(stored, report);
+  if (lacking.empty()) return report;
+  *kept = state_->path.string() + ": the parts lack what report.h5 holds: " + lacking +
+          "; report.h5 is kept and read instead (replayeval run --resume computes the parts again)";
+  return stored;
+}
+
 fs::path RunFolder::assemble(const std::string& finished) const {
   Report report = this->report();
   report.run.finished = finished;
@@ -1504,7 +1547,8 @@ fs::path RunFolder::assemble(const std::string& finished) const {
 
 Report load_report(const fs::path& path) {
   if (fs::is_directory(path)) {
-    if (RunFolder::holds_run(path)) return RunFolder::open_read_only(path).report();
+    std::string kept;
+    if (RunFolder::holds_run(path)) return RunFolder::open_read_only(path).fullest_report(&kept);
     if (fs::exists(path / "report.h5")) return read_report(path / "report.h5");
     throw std::runtime_error(path.string() + ": holds neither " + kManifest + " nor report.h5");
   }

@@ -85,6 +85,9 @@ class Claim {
   std::shared_ptr<State> state_;
 };
 
+/// A claim without a sign of life for so long is taken over.
+constexpr double kStaleSeconds = 120;
+
 /// Thread-safe.
 class RunFolder {
  public:
@@ -139,16 +142,24 @@ class RunFolder {
   /// Claims `name` (letters, digits, - _ . for anything else) for this process, none when another
   /// live process holds it. A claim whose process is dead (same host) or whose heartbeat is older
   /// than `stale_seconds` is taken over.
-  std::optional<Claim> claim(const std::string& name, double stale_seconds = 120);
+  std::optional<Claim> claim(const std::string& name, double stale_seconds = kStaleSeconds);
+  /// Who holds the claim `name`, for messages; none when it is free.
+  std::optional<std::string> claimed_by(const std::string& name) const;
 
   /// Saves bytes under a name, replacing what was there, atomically and with a checksum; reads them
   /// back, none when absent or broken.
   void put_snapshot(const std::string& name, std::span<const std::byte> bytes);
   std::optional<std::vector<std::byte>> get_snapshot(const std::string& name) const;
+  bool has_snapshot(const std::string& name) const;  // whole or broken
   void remove_snapshot(const std::string& name);
 
   /// The report of what is finished so far, in memory.
   Report report() const;
+  /// report(), or the report.h5 of the folder where that holds something which the parts lack (they
+  /// were removed, say). `kept` is then a line naming the folder and what is lacking, also when
+  /// report.h5 cannot be read and thus not be known to hold less; otherwise it is empty, and writing
+  /// what is returned over report.h5 loses nothing.
+  Report fullest_report(std::string* kept) const;
   /// Writes report.h5 of what is finished so far. `finished` is the time for RunInfo, empty while
   /// units are missing. Returns its path.
   std::filesystem::path assemble(const std::string& finished = {}) const;
@@ -162,8 +173,8 @@ class RunFolder {
 /// Now, as RunInfo spells times.
 std::string utc_now();
 
-/// A report from a report.h5, or from a run folder (its parts, which may be newer than its
-/// report.h5).
+/// A report from a report.h5, or from a run folder: of its parts, which may be newer than its
+/// report.h5, or from that where it holds more.
 Report load_report(const std::filesystem::path& path);
 
 }  // namespace replayeval

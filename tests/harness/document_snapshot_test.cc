@@ -79,7 +79,7 @@ TEST_CASE("a document's snapshot brings back where it stood, cache pieces includ
 
   StateSet back = f.fresh();
   DocumentProgress got = f.empty(back);
-  REQUIRE(load_snapshot(f.folder, "document-0", "identity", got, back));
+  REQUIRE(load_snapshot(f.folder, "document-0", "identity", got, back).used);
   CHECK(got.position == 103);
   CHECK(got.span_first == 64);
   CHECK(got.figures[1].kl_nats == at.figures[1].kl_nats);
@@ -107,13 +107,17 @@ TEST_CASE("a snapshot of something else, or one that is not whole, is not used")
   StateSet back = f.fresh();
   const std::vector<std::byte> untouched = back.save();
   DocumentProgress got = f.empty(back);
-  SUBCASE("another name") { CHECK_FALSE(load_snapshot(f.folder, "other", "identity", got, back)); }
+  SnapshotOutcome outcome;
+  std::string reason;
+  SUBCASE("another name") { outcome = load_snapshot(f.folder, "other", "identity", got, back); }
   SUBCASE("another identity") {
-    CHECK_FALSE(load_snapshot(f.folder, "document-0", "other", got, back));
+    outcome = load_snapshot(f.folder, "document-0", "other", got, back);
+    reason = "it belongs to other states or another text";
   }
   SUBCASE("a missing piece") {
     f.folder.remove_snapshot("document-0-row-1-cache-0");
-    CHECK_FALSE(load_snapshot(f.folder, "document-0", "identity", got, back));
+    outcome = load_snapshot(f.folder, "document-0", "identity", got, back);
+    reason = "the piece document-0-row-1-cache-0 of the key-value cache is missing or broken";
   }
   SUBCASE("a flipped byte in a piece") {
     std::fstream file(f.place.path / "snapshots/document-0-row-1-cache-0.bin",
@@ -122,8 +126,16 @@ TEST_CASE("a snapshot of something else, or one that is not whole, is not used")
     file.seekp(-5, std::ios::end);
     file.put('\x5a');
     file.close();
-    CHECK_FALSE(load_snapshot(f.folder, "document-0", "identity", got, back));
+    outcome = load_snapshot(f.folder, "document-0", "identity", got, back);
+    reason = "the piece document-0-row-1-cache-0 of the key-value cache is missing or broken";
   }
+  SUBCASE("a head cut short") {
+    fs::resize_file(f.place.path / "snapshots/document-0.bin", 200);
+    outcome = load_snapshot(f.folder, "document-0", "identity", got, back);
+    reason = "its checksum differs";
+  }
+  CHECK_FALSE(outcome.used);
+  CHECK(outcome.refused == reason);
   CHECK(got.position == 0);
   CHECK(back.position(0) == 0);
   CHECK(back.save() == untouched);
