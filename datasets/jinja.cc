@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 
 #include "datasets/jinja_syntax.h"
 
@@ -119,8 +120,77 @@ ScopePtr inside(const ScopePtr& scope) {
 
 enum class Flow { kNext, kBreak, kContinue };
 
+// Whether the input of a filter or test may be undefined also in strict templates.
+bool asks_for_definition(const Expression& e) {
+  if (e.kind == Expression::Kind::kTest) return e.text == "defined" || e.text == "undefined";
+  return e.kind == Expression::Kind::kFilter && (e.text == "default" || e.text == "d");
+}
+
+// How an expression was written, as far as it names something: a.b, a[0], a['b'].
+std::string spelled(const Expression& e) {
+  switch (e.kind) {
+    case Expression::Kind::kName:
+      return e.text;
+    case Expression::Kind::kConstant:
+      return e.value.text() != nullptr ? "'" + *e.value.text() + "'" : to_text(e.value);
+    case Expression::Kind::kNegative:
+      return "-" + spelled(*e.parts[0]);
+    case Expression::Kind::kAttribute:
+      return spelled(*e.parts[0]) + "." + e.text;
+    case Expression::Kind::kItem:
+      return spelled(*e.parts[0]) + "[" + spelled(*e.parts[1]) + "]";
+    default:
+      return "(...)";
+  }
+}
+
+// Collects the names that a template uses, and those that it defines.
+class NameCollector {
+ public:
+  void visit(const Node& node) {
+    define(node.target);
+    if (node.kind == Node::Kind::kFor) defined.insert("loop");
+    if (node.kind == Node::Kind::kSetBlock) defined.insert(kBlockText);
+    if (node.kind == Node::Kind::kMacro) defined.insert(node.text);
+    if (node.expression) visit(*node.expression);
+    if (node.condition) visit(*node.condition);
+    for (const auto& [name, fallback] : node.parameters) {
+      defined.insert(name);
+      if (fallback) visit(*fallback);
+    }
+    for (const auto& [target, bound] : node.bindings) {
+      define(target);
+      visit(*bound);
+    }
+    for (const auto& [condition, body] : node.branches) {
+      if (condition) visit(*condition);
+      visit(*body);
+    }
+    for (const NodePtr& child : node.children) visit(*child);
+  }
+
+  std::vector<JinjaTemplate::Name> used;
+  std::set<std::string, std::less<>> defined;
+
+ private:
+  void define(const Target& target) {
+    if (target.attribute.empty()) defined.insert(target.names.begin(), target.names.end());
+  }
+
+  void visit(const Expression& e) {
+    if (e.kind == Expression::Kind::kName) used.push_back({e.text, e.line});
+    for (size_t i = 0; i < e.parts.size(); ++i) {
+      const bool asked = i == 0 && asks_for_definition(e);
+      if (e.parts[i] && !(asked && e.parts[i]->kind == Expression::Kind::kName)) visit(*e.parts[i]);
+    }
+    for (const auto& [name, argument] : e.named) visit(*argument);
+  }
+};
+
 class Evaluator {
  public:
+  explicit Evaluator(bool strict_undefined) : strict_undefined_(strict_undefined) {}
+
   Flow run(const Node& node, const ScopePtr& scope, std::string* out) {
     switch (node.kind) {
       case Node::Kind::kBody:
@@ -173,7 +243,11 @@ class Evaluator {
     if (++steps_ > kMostSteps)
       throw TemplateError("the template takes more than 20,000,000 steps", e.line);
     try {
-      return evaluate(e, scope);
+      JinjaValue result = evaluate(e, scope);
+      // An `if` without `else` means nothing on purpose.
+      if (strict_undefined_ && result.is_undefined() && e.kind != Expression::Kind::kConditional)
+        throw TemplateError("'" + missing_name(e, result) + "' is undefined");
+      return result;
     } catch (TemplateError& error) {
       if (error.line == 0) error.line = e.line;
       throw;
@@ -181,6 +255,17 @@ class Evaluator {
   }
 
  private:
+  static std::string missing_name(const Expression& e, const JinjaValue& undefined) {
+    const bool named = e.kind == Expression::Kind::kName ||
+                       e.kind == Expression::Kind::kAttribute || e.kind == Expression::Kind::kItem;
+    return named ? spelled(e) : undefined.undefined_name();
+  }
+
+  // The input of a filter or test.
+  JinjaValue input_of(const Expression& e, const ScopePtr& scope) {
+    return asks_for_definition(e) ? evaluate(*e.parts[0], scope) : value(*e.parts[0], scope);
+  }
+
   template <class Body>
   static void at_line(int line, Body body) {
     try {
@@ -310,12 +395,12 @@ class Evaluator {
         return call(callee, arguments);
       }
       case Kind::kFilter: {
-        const JinjaValue input = part(0);
+        const JinjaValue input = input_of(e, scope);
         Arguments arguments = arguments_of(e, scope);
         return find_filter(e.text)(input, arguments);
       }
       case Kind::kTest: {
-        const JinjaValue input = part(0);
+        const JinjaValue input = input_of(e, scope);
         Arguments arguments = arguments_of(e, scope);
         return find_test(e.text)(input, arguments);
       }
@@ -392,6 +477,7 @@ class Evaluator {
     return arguments;
   }
 
+  bool strict_undefined_;
   size_t steps_ = 0;
   int calls_ = 0;
   int loops_ = 0;
@@ -468,7 +554,7 @@ namespace {
 
 JinjaTemplate::JinjaTemplate(std::string_view text, const std::string& name,
                              const JinjaOptions& options)
-    : name_(name) {
+    : name_(name), strict_undefined_(options.strict_undefined) {
   try {
     root_ = jinja::parse(text, options);
   } catch (const jinja::TemplateError& error) {
@@ -481,13 +567,24 @@ std::string JinjaTemplate::render(const JinjaValue::Map& variables) const {
   jinja::define_functions(scope.get());
   for (const auto& [name, value] : variables) scope->names.insert_or_assign(name, value);
   std::string out;
-  jinja::Evaluator evaluator;
+  jinja::Evaluator evaluator(strict_undefined_);
   try {
     evaluator.run(*root_, scope, &out);
   } catch (const jinja::TemplateError& error) {
     report(name_, error);
   }
   return out;
+}
+
+std::vector<JinjaTemplate::Name> JinjaTemplate::needed_names() const {
+  jinja::Scope functions;
+  jinja::define_functions(&functions);
+  jinja::NameCollector names;
+  names.visit(*root_);
+  std::erase_if(names.used, [&](const Name& name) {
+    return names.defined.contains(name.text) || functions.names.contains(name.text);
+  });
+  return std::move(names.used);
 }
 
 }  // namespace replayeval

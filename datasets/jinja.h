@@ -72,6 +72,9 @@ struct JinjaOptions {
   bool trim_blocks = true;    // the newline behind a block or comment is dropped
   bool lstrip_blocks = true;  // blanks before a block or comment that begins a line are dropped
   bool keep_trailing_newline = false;  // otherwise one newline at the template's end is dropped
+  // Values that are not there are errors, but for `is defined`, `is undefined` and the filter
+  // `default`; otherwise they print as nothing, as in Jinja.
+  bool strict_undefined = false;
 };
 
 /// A compiled template; immutable, usable from several threads.
@@ -91,12 +94,22 @@ class JinjaTemplate {
 
   /// The text that the template makes of `variables`. Throws std::invalid_argument, `name:line:
   /// message`, where the template raises an exception, an operation does not exist for its values,
-  /// and for what would never end.
+  /// with strict_undefined a value is not there, and for what would never end.
   std::string render(const JinjaValue::Map& variables) const;
+
+  /// A name and the line that it stands on, from 1.
+  struct Name {
+    std::string text;
+    int line = 0;
+  };
+  /// The names that the template neither defines anywhere itself nor asks for with `is defined` or
+  /// `default`, in its order: what render() needs as variables.
+  std::vector<Name> needed_names() const;
 
  private:
   std::shared_ptr<const jinja::Node> root_;
   std::string name_;
+  bool strict_undefined_ = false;
 };
 
 }  // namespace replayeval

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 #include <stdexcept>
 
 #include "base/hash.h"
@@ -107,6 +108,11 @@ class PromptWriter {
     set->data_sha256 = sha256_hex(set->data_sha256 + " " + shots.sha256 + "\n");
     set->description +=
         "; " + std::to_string(task_.prompt.shots.count) + " shots from " + shots.description;
+    if (!shots.bad.empty()) {
+      set->warnings.push_back("shots: " + std::to_string(shots.bad.size()) +
+                              " unusable items are passed over; the first, " + shots.bad[0].id +
+                              ": " + shots.bad[0].reason);
+    }
     for (const std::string& warning : shots.warnings) set->warnings.push_back("shots: " + warning);
   }
 
@@ -205,11 +211,22 @@ Item shown_item(const Item& item, const OptionRule& rule, const OptionOrder& ord
   return shown;
 }
 
+// How many items have the prompt of an item of another row.
+size_t items_with_equal_prompts(const std::vector<PromptedItem>& items) {
+  std::map<std::string_view, std::set<size_t>> rows;  // of each prompt
+  for (const PromptedItem& item : items) rows[item.prompt].insert(item.item.row);
+  std::set<size_t> equal;
+  for (const auto& [prompt, of_prompt] : rows)
+    if (of_prompt.size() > 1) equal.insert(of_prompt.begin(), of_prompt.end());
+  return equal.size();
+}
+
 }  // namespace
 
 JinjaOptions prompt_template_options() {
   JinjaOptions options;
   options.keep_trailing_newline = true;
+  options.strict_undefined = true;
   return options;
 }
 
@@ -221,6 +238,15 @@ JinjaValue::Map template_variables(const Item& item) {
           {"letters", letters()},      {"category", item.category},
           {"level", item.level},       {"gold", item.gold},
           {"solution", item.solution}, {"id", item.id}};
+}
+
+const std::vector<std::string>& template_variable_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const auto& [name, value] : template_variables({})) all.push_back(name);
+    return all;
+  }();
+  return names;
 }
 
 std::string lm_eval_gpqa_clean(std::string_view given) {
@@ -315,6 +341,11 @@ PromptSet load_prompts(const TaskSpec& task, uint64_t seed, const ChatTemplate* 
       prompted.prompt_sha256 = sha256_hex(prompted.prompt);
       set.items.push_back(std::move(prompted));
     }
+  }
+  if (const size_t same = items_with_equal_prompts(set.items); same > 0) {
+    set.warnings.push_back(std::to_string(same) + " of " + std::to_string(items.items.size()) +
+                           " items have the prompt of another item: the data repeat them, or "
+                           "prompt.question leaves out what tells them apart");
   }
   if (fewer_shots > 0) {
     set.description += "; fewer shots in " + std::to_string(fewer_shots) +

@@ -3,18 +3,22 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "datasets/jinja.h"
 #include "datasets/task.h"
 
 namespace replayeval {
 
-/// White space in the templates of task files: tags on lines of their own leave nothing behind, and
-/// the text ends where it ends.
+/// How the templates of task files are read: tags on lines of their own leave nothing behind, the
+/// text ends where it ends, and a variable that is not there is an error.
 JinjaOptions prompt_template_options();
 
 /// What the templates of a task see of an item (PromptForm).
 JinjaValue::Map template_variables(const Item& item);
+
+/// Their names.
+const std::vector<std::string>& template_variable_names();
 
 /// An option or answer as lm-evaluation-harness's gpqa task shows it (OptionRule::clean).
 std::string lm_eval_gpqa_clean(std::string_view text);

@@ -125,15 +125,30 @@ class Reader {
     }
   }
 
-  // A template, compiled once to see that it is one; its own line numbers follow the file's place.
-  std::string jinja(const YAML::Node& node, const std::string& key) const {
+  // A template over these variables, compiled once to see that it is one; its own line numbers
+  // follow the file's place.
+  std::string jinja(const YAML::Node& node, const std::string& key,
+                    const std::vector<std::string>& variables) const {
     std::string source = text(node, key);
+    std::vector<JinjaTemplate::Name> needed;
     try {
-      JinjaTemplate(source, "template", prompt_template_options());
+      needed = JinjaTemplate(source, "template", prompt_template_options()).needed_names();
     } catch (const std::invalid_argument& error) {
       fail(node, key, error.what());
     }
+    for (const JinjaTemplate::Name& name : needed) {
+      if (std::find(variables.begin(), variables.end(), name.text) != variables.end()) continue;
+      fail(node, key,
+           "template:" + std::to_string(name.line) + ": '" + name.text +
+               "' is undefined; known:" + listed(variables));
+    }
     return source;
+  }
+
+  static std::string listed(const std::vector<std::string>& names) {
+    std::string list;
+    for (const std::string& name : names) list += " " + name;
+    return list;
   }
 
  private:
@@ -196,6 +211,7 @@ void read_data(const Reader& reader, const YAML::Node& node, ItemSource* source)
 }
 
 void read_shots(const Reader& reader, const YAML::Node& node, ShotSource* shots) {
+  const std::vector<std::string>& fields = template_variable_names();
   reader.map(
       node, "prompt.shots",
       {{"count", [&](const YAML::Node& n,
@@ -213,7 +229,13 @@ void read_shots(const Reader& reader, const YAML::Node& node, ShotSource* shots)
        {"fixed", [&](const YAML::Node& n, const std::string& k) {
           if (!n.IsSequence())
             reader.fail(n, k, "expected a list of maps, got " + Reader::describe(n));
-          for (const YAML::Node& shot : n) shots->fixed.push_back(reader.map_of_texts(shot, k));
+          for (const YAML::Node& shot : n) {
+            shots->fixed.push_back(reader.map_of_texts(shot, k));
+            for (const auto& [name, text] : shots->fixed.back()) {
+              if (std::find(fields.begin(), fields.end(), name) != fields.end()) continue;
+              reader.fail(shot, k, "unknown field '" + name + "'; known:" + Reader::listed(fields));
+            }
+          }
         }}});
   if (shots->fixed.empty() == shots->split.empty()) {
     reader.fail(node, "prompt.shots",
@@ -232,14 +254,17 @@ void read_shots(const Reader& reader, const YAML::Node& node, ShotSource* shots)
 }
 
 void read_prompt(const Reader& reader, const YAML::Node& node, PromptForm* prompt) {
+  const std::vector<std::string>& of_item = template_variable_names();
+  // The head stands before all questions of a category.
+  const std::vector<std::string> of_category = {"category"};
   reader.map(
       node, "prompt",
-      {{"head",
-        [&](const YAML::Node& n, const std::string& k) { prompt->head = reader.jinja(n, k); }},
-       {"shot",
-        [&](const YAML::Node& n, const std::string& k) { prompt->shot = reader.jinja(n, k); }},
-       {"question",
-        [&](const YAML::Node& n, const std::string& k) { prompt->question = reader.jinja(n, k); }},
+      {{"head", [&](const YAML::Node& n,
+                    const std::string& k) { prompt->head = reader.jinja(n, k, of_category); }},
+       {"shot", [&](const YAML::Node& n,
+                    const std::string& k) { prompt->shot = reader.jinja(n, k, of_item); }},
+       {"question", [&](const YAML::Node& n,
+                        const std::string& k) { prompt->question = reader.jinja(n, k, of_item); }},
        {"shots",
         [&](const YAML::Node& n, const std::string&) { read_shots(reader, n, &prompt->shots); }}});
   if (prompt->question.empty()) reader.fail(node, "prompt.question", "missing");

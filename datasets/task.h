@@ -44,7 +44,8 @@ struct ShotSource {
 
 /// Prompt = head + a text for each shot + the question's text. All three are Jinja templates
 /// (datasets/jinja.h) over question, options (texts in the order shown), letters (A, B, ...),
-/// category, level, gold, solution and id.
+/// category, level, gold, solution and id; the head sees the category only. What is not there is an
+/// error.
 struct PromptForm {
   std::string head;
   std::string shot;
@@ -101,8 +102,9 @@ struct TaskSpec {
 
 /// Reads a task file strictly; a bare name (no slash, no .yaml) means eval_configs/tasks/NAME.yaml.
 /// Throws std::invalid_argument, `file:line:column: key: message`, for unknown keys, wrong values,
-/// templates that do not parse and rules that do not exist, and std::runtime_error for a file that
-/// cannot be read (naming the tasks that are there).
+/// templates that do not parse or name a variable that is not there, fixed shots with unknown
+/// fields and rules that do not exist, and std::runtime_error for a file that cannot be read
+/// (naming the tasks that are there).
 TaskSpec load_task(const std::filesystem::path& file);
 
 /// Recomputes `definition` and `sha256` after a change of the other members.
@@ -131,7 +133,9 @@ struct PromptSet {
 /// Loads the items of a task and writes their prompts. `seed` is that of option orders by item.
 /// `chat` is the model's template, used where the task says so (null: none, which a task that wants
 /// one mentions in `warnings`). `tokenizer` counts tokens for ShotSource::prompt_tokens (null: no
-/// shot is left out). Throws as load_items; std::invalid_argument for shots that are not there.
+/// shot is left out). `warnings` says how many items have the prompt of another. Throws as
+/// load_items; std::invalid_argument for shots that are not there, and for a template that uses
+/// what an item does not have (file, template, line and name).
 PromptSet load_prompts(const TaskSpec& task, uint64_t seed, const ChatTemplate* chat = nullptr,
                        const Tokenizer* tokenizer = nullptr);
 

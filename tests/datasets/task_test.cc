@@ -157,8 +157,11 @@ TEST_CASE("task files are read strictly") {
       shots("count: 2") ==
       "t.yaml:4:28: prompt.shots: expected either `split`, where shots are taken from, or `fixed` "
       "ones");
-  CHECK(shots("fixed: [{a: b}], count: 2") ==
-        "t.yaml:4:53: prompt.shots.count: expected at most the 1 fixed ones, got 2");
+  CHECK(shots("fixed: [{gold: b}], count: 2") ==
+        "t.yaml:4:56: prompt.shots.count: expected at most the 1 fixed ones, got 2");
+  CHECK(shots("fixed: [{question: a}, {foo: 1}]") ==
+        "t.yaml:4:52: prompt.shots.fixed: unknown field 'foo'; known: question options letters "
+        "category level gold solution id");
   CHECK(with("prompt: {", "prompt: {shot: 'S', ") == "t.yaml:4:9: prompt.shot: there are no shots");
 
   CHECK_THROWS_WITH_AS(load_task("/nowhere/t.yaml"), "/nowhere/t.yaml: cannot be read",
@@ -170,6 +173,78 @@ TEST_CASE("task files are read strictly") {
   TemporaryFolder empty;
   CHECK_THROWS_WITH_AS(list_tasks(empty.path()), doctest::Contains("no tasks (*.yaml) there"),
                        std::runtime_error);
+}
+
+TEST_CASE("templates that ask for what is not there") {
+  const auto with = [&](const std::string& prompt) {
+    std::string text = kMinimal;
+    text.replace(text.find("question: '{{ question }}'"), 26, prompt);
+    return error_of(text);
+  };
+  const std::string known =
+      "' is undefined; known: question options letters category level gold solution id";
+  CHECK(with("question: \"x\\n{{ nosuch }}\"") ==
+        "t.yaml:4:20: prompt.question: template:2: 'nosuch" + known);
+  CHECK(with("question: '{% for o in optionz %}{{ o }}{% endfor %}'").find("'optionz" + known) !=
+        std::string::npos);
+  CHECK(with("question: '{% if nosuch %}{% endif %}'").find("'nosuch" + known) !=
+        std::string::npos);
+  CHECK(with("question: '{{ question | replace(\"a\", b) }}'").find("'b" + known) !=
+        std::string::npos);
+  CHECK(with("head: '{{ question }}', question: '{{ question }}'") ==
+        "t.yaml:4:16: prompt.head: template:1: 'question' is undefined; known: category");
+  CHECK(with("question: '{% set a = 1 %}{% macro m(b, c=a) %}{{ b }}{{ loop }}{% endmacro %}"
+             "{% for d, e in [[1, 2]] %}{{ m(d) }}{{ e }}{{ loop.index }}{% endfor %}"
+             "{% with f = 1 %}{{ f }}{% endwith %}{{ range(2) | list }}"
+             "{{ x is defined }}{{ y | default(1) }}{{ z is undefined }}{{ question }}'") ==
+        "(none)");
+
+  TemporaryFolder folder;
+  folder.write("test.jsonl",
+               "{\"problem\": \"a\", \"answer\": \"1\"}\n{\"problem\": \"b\", \"answer\": \"1\"}\n"
+               "{\"problem\": \"c\", \"answer\": \"1\"}\n");
+  folder.write("t.yaml", kMinimal);
+  TaskSpec task = load_task(folder.path() / "t.yaml");
+  task.source.path = folder.path();
+  task.source.published = false;
+  CHECK(load_prompts(task, 1).warnings.empty());
+  task.prompt.question = "one\n{{ options[7] }}";
+  CHECK_THROWS_WITH_AS(load_prompts(task, 1),
+                       doctest::Contains("t.yaml: prompt.question:2: 'options[7]' is undefined"),
+                       std::invalid_argument);
+  task.prompt.question = "{{ options[0].text }}{{ question }}";
+  CHECK_THROWS_WITH_AS(load_prompts(task, 1),
+                       doctest::Contains("t.yaml: prompt.question:1: 'options[0]' is undefined"),
+                       std::invalid_argument);
+  task.prompt.question =
+      "{{ options[7] | default('-') }}{{ options[7] is defined }}{{ 'x' if level > 3 }}{{ "
+      "question }}";
+  CHECK(load_prompts(task, 1).items[0].prompt == "-Falsea");
+  task.prompt.shot = "{{ question }}{{ gold }} ";
+  task.prompt.shots.fixed = {{{"question", "q"}}};
+  task.prompt.shots.count = 1;
+  CHECK_THROWS_WITH_AS(load_prompts(task, 1),
+                       doctest::Contains("t.yaml: prompt.shot:1: 'gold' is undefined"),
+                       std::invalid_argument);
+}
+
+TEST_CASE("prompts that are equal for different items") {
+  TemporaryFolder folder;
+  folder.write("test.jsonl",
+               "{\"problem\": \"a\", \"answer\": \"1\"}\n{\"problem\": \"b\", \"answer\": \"1\"}\n"
+               "{\"problem\": \"a\", \"answer\": \"2\"}\n");
+  folder.write("t.yaml", kMinimal);
+  TaskSpec task = load_task(folder.path() / "t.yaml");
+  task.source.path = folder.path();
+  task.source.published = false;
+  const auto warnings = [&] { return load_prompts(task, 1).warnings; };
+  CHECK(warnings() == Strings{"2 of 3 items have the prompt of another item: the data repeat "
+                              "them, or prompt.question leaves out what tells them apart"});
+  task.prompt.question = "constant";
+  REQUIRE(warnings().size() == 1);
+  CHECK(warnings()[0].starts_with("3 of 3 items have the prompt of another item"));
+  task.prompt.question = "{{ id }}";
+  CHECK(warnings().empty());
 }
 
 // The token ids that the mini models were asked with by an independent program.
@@ -260,7 +335,8 @@ TEST_CASE("MMLU-Pro's local prompt, every item") {
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   MESSAGE("12,032 items and prompts in " << seconds.count() << " s");
   REQUIRE(set.items.size() == 12032);
-  CHECK(set.warnings.empty());
+  REQUIRE(set.warnings.size() == 1);  // the set repeats itself
+  CHECK(set.warnings[0].starts_with("318 of 12032 items have the prompt of another item"));
   CHECK(digest_of(set) == "a6eb8ac51df50abb365ec6fbfc57a7e114111933558787f8c8cbd9927b91215e");
   std::map<std::string, std::set<std::string>> openings;
   for (const PromptedItem& item : set.items)
