@@ -23,6 +23,7 @@
 #include "reports/html.h"
 #include "reports/run_folder.h"
 #include "reports/samples.h"
+#include "reports/schema.h"
 #include "reports/statistics.h"
 #include "reports/tables.h"
 
@@ -31,20 +32,30 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void refresh_report(const fs::path& path) {
-  if (!RunFolder::holds_run(path)) return;
+/// The report of a run folder, written to its report.h5 where that lacks something of it.
+Report refreshed_report(const fs::path& path) {
   const RunFolder folder = RunFolder::open_read_only(path);
   for (const std::string& note : folder.notes()) std::fprintf(stderr, "%s\n", note.c_str());
-  // Where parts had to be left out, the report that is there may hold more than they do.
-  if (fs::exists(path / "report.h5") &&
-      (!folder.notes().empty() || (folder.missing().empty() && folder.missing_answers().empty())))
-    return;
+  std::string kept;
+  Report report = folder.fullest_report(&kept);
+  if (!kept.empty()) {
+    std::fprintf(stderr, "%s\n", kept.c_str());
+    return report;
+  }
+  const size_t units = folder.missing().size(), answers = folder.missing_answers().size();
+  if (units + answers > 0 && folder.finished().empty() && !has_answers(report)) {
+    std::fprintf(stderr, "%s: nothing is finished: %zu units of work and %zu answers are missing\n",
+                 path.c_str(), units, answers);
+  }
+  if (fs::exists(path / "report.h5") && units + answers == 0) return report;
   try {
-    folder.assemble();
+    report.run.finished.clear();
+    write_report(report, path / "report.h5");
   } catch (const std::runtime_error& error) {
     // a folder of someone else's: its parts are read all the same
     std::fprintf(stderr, "%s\n", error.what());
   }
+  return report;
 }
 
 /// Prompts by hash, of the tasks of the report as far as their files and data are at hand.
@@ -102,8 +113,7 @@ int export_tables(const Report& report, const std::string& as, const fs::path& f
 }  // namespace
 
 Report read_run(const std::string& run) {
-  refresh_report(run);
-  return load_report(run);
+  return RunFolder::holds_run(run) ? refreshed_report(run) : load_report(run);
 }
 
 Report read_runs(const std::vector<std::string>& runs) {

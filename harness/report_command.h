@@ -24,8 +24,9 @@ struct ShowOptions {
   bool flips = false;   // also the answers that a state turned from right to wrong
 };
 
-/// The report of a run folder or report.h5. A folder's report.h5 is assembled when it has none, or
-/// not of all that is finished by now.
+/// The report of a run folder or report.h5. A folder's report.h5 is written when it has none, or
+/// not of all that is finished by now; one that holds what the parts lack is kept, named on stderr,
+/// and read instead of them.
 Report read_run(const std::string& run);
 
 /// read_run of one run, or of several put side by side. Throws std::invalid_argument naming what
