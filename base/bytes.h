@@ -33,10 +33,8 @@ class ByteWriter {
 
  private:
   void raw(const void* data, size_t size) {
-    if (size == 0) return;
-    const size_t at = bytes_.size();
-    bytes_.resize(at + size);
-    std::memcpy(bytes_.data() + at, data, size);
+    const std::byte* bytes = static_cast<const std::byte*>(data);
+    bytes_.insert(bytes_.end(), bytes, bytes + size);
   }
   std::vector<std::byte> bytes_;
 };
