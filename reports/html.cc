@@ -515,6 +515,16 @@ std::string summary(const Report& report, const KlStatistics& statistics,
         if (lost) losing.push_back(report.states[s].info.name);
       }
     }
+    size_t asked = 0, given = 0;
+    for (const StateReport& state : report.states) {
+      if (state.answers.empty()) continue;  // of another job
+      asked += report.items.size() * static_cast<size_t>(std::max(1, report.run.repeats));
+      given += state.answers.size();
+    }
+    if (given < asked) {
+      text += "<strong>Not finished: " + std::to_string(given) + " of " + std::to_string(asked) +
+              " answers are there; the figures are of those.</strong> ";
+    }
     text += "Over " + plural(static_cast<int64_t>(report.items.size()), "item") + ", ";
     if (!baseline.empty())
       text += code(report.run.baseline) + " answers " + baseline + " % correctly" +
@@ -530,6 +540,16 @@ std::string summary(const Report& report, const KlStatistics& statistics,
       text += losing.empty() ? "No state is shown to lose accuracy (exact McNemar, p < 0.01). "
                              : listed(losing) + (losing.size() == 1 ? " is" : " are") +
                                    " shown to lose accuracy (exact McNemar, p < 0.01). ";
+    }
+  }
+  for (size_t d = 0; d < report.documents.size(); ++d) {
+    int64_t shortest = report.documents[d].tokens;
+    for (const StateReport& state : report.states)
+      shortest = std::min(shortest, state.documents[d].length);
+    if (shortest < report.documents[d].tokens) {
+      text += "<strong>Not finished: " + std::to_string(shortest) + " of " +
+              std::to_string(report.documents[d].tokens) + " positions of document " +
+              escaped(report.documents[d].id) + ".</strong> ";
     }
   }
   if (!non_finite.empty()) {

@@ -285,10 +285,13 @@ Table run_table(const Report& report) {
           std::count_if(state.answers.begin(), state.answers.end(), [&](const Answer& answer) {
             return report.items[static_cast<size_t>(answer.item)].task == name;
           }));
-      if (given < items * static_cast<size_t>(run.repeats))
-        open += (open.empty() ? "" : ", ") + state.info.name + " " + std::to_string(given);
+      const size_t asked = items * static_cast<size_t>(run.repeats);
+      if (given < asked) {
+        open += (open.empty() ? "" : ", ") + state.info.name + " " + std::to_string(given) +
+                " of " + std::to_string(asked);
+      }
     }
-    if (!open.empty()) text += "; not finished: " + open;
+    if (!open.empty()) text += "; answers so far (not finished): " + open;
     add("task", text);
   }
   if (run.device.empty()) {

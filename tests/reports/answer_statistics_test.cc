@@ -162,8 +162,9 @@ TEST_CASE("only answers to the same item and repeat are paired; an unfinished st
   const PairedFigures& p = *statistics.find("math", 1, AnswerGroup::all, "")->against_baseline;
   CHECK(p.answers == 6);
   CHECK(p.lost == 3);
-  CHECK(contains(answer_text(report, statistics),
-                 "math version 1 (sha256 hash), 10 items; not finished: state1 6"));
+  CHECK(contains(
+      answer_text(report, statistics),
+      "math version 1 (sha256 hash), 10 items; answers so far (not finished): state1 6 of 10"));
   report.run.baseline = "absent";
   const AnswerStatistics without = answer_statistics(report);
   CHECK(without.quartiles.empty());

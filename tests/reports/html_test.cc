@@ -110,6 +110,22 @@ TEST_CASE("the page loads nothing and holds all tables and hashes") {
   CHECK(!contains(content, "id=\"accuracy\""));
 }
 
+TEST_CASE("a page of an unfinished run says so first") {
+  Report report = sample_report(kStates, {300, 200});
+  CHECK(!contains(report_html(report, kl_statistics(report)), "Not finished"));
+  for (StateReport& state : report.states) state.documents[1].length = 64;
+  CHECK(contains(report_html(report, kl_statistics(report)),
+                 "Not finished: 64 of 200 positions of document " + report.documents[1].id));
+  report.items.resize(4);
+  for (int i = 0; i < 4; ++i) report.items[static_cast<size_t>(i)].id = std::to_string(i);
+  for (int i = 0; i < 3; ++i) {
+    Answer answer;
+    answer.item = i;
+    report.states[0].answers.push_back(answer);
+  }
+  CHECK(contains(report_html(report, kl_statistics(report)), "Not finished: 3 of 4 answers"));
+}
+
 TEST_CASE("curves hold the means and the extremes of the positions") {
   const Report report = sample_report(kStates, {3000, 2500, 3000});
   const nlohmann::json data = data_of(report_html(report, kl_statistics(report)));
