@@ -351,14 +351,17 @@ int parse_and_run(int argc, const char* const* argv) {
   compare_app->add_option("candidate", compare_arguments.candidate, "run folder or report.h5")
       ->required();
   compare_app->add_option("--gate", compare_arguments.gate,
-                          "gate file: limits that the candidate must keep");
+                          "gate file: limits that the candidate must keep. Documents, positions and "
+                          "answers that a limit is about and one run lacks are an error");
   compare_app
       ->add_option("--pair", compare_arguments.pairs,
                    "A=B: compare state A of the base with state B of the candidate (repeatable)")
       ->allow_extra_args(false);
   compare_app
       ->add_option("--allow", compare_arguments.options.allow,
-                   "a field that may differ (repeatable)")
+                   "a field that may differ (repeatable): job, model, tokenizer, data, baseline, "
+                   "prompt_tokens, tasks, repeats, gold, prompts, grading or states. With data, "
+                   "documents and positions that the experiment of one run alone has are left out")
       ->allow_extra_args(false);
   compare_app->add_option("--junit", compare_arguments.junit, "also write JUnit XML to this file");
   compare_app->add_option("--markdown", compare_arguments.markdown,

@@ -116,10 +116,10 @@ Report read_run(const std::string& run) {
   return RunFolder::holds_run(run) ? refreshed_report(run) : load_report(run);
 }
 
-Report read_runs(const std::vector<std::string>& runs) {
+Report read_runs(const std::vector<std::string>& runs, const std::string& command) {
   std::vector<Report> reports;
   for (const std::string& run : runs) reports.push_back(read_run(run));
-  return reports.size() == 1 ? std::move(reports[0]) : merge_reports(reports);
+  return reports.size() == 1 ? std::move(reports[0]) : merge_reports(reports, command);
 }
 
 std::string show_runs(const ShowOptions& options) {
@@ -187,7 +187,7 @@ int report_command(const ReportOptions& options) {
   if (options.export_as.empty() && fs::is_directory(options.out))
     throw std::invalid_argument("report: -o " + options.out +
                                 ": expected the name of a page, got a folder; add report.html");
-  Report report = read_runs(options.runs);
+  Report report = read_runs(options.runs, "report");
   if (!options.export_as.empty()) {
     if (!options.redact.empty()) {
       KlStatistics unused;

@@ -29,9 +29,9 @@ struct ShowOptions {
 /// and read instead of them.
 Report read_run(const std::string& run);
 
-/// read_run of one run, or of several put side by side. Throws std::invalid_argument naming what
-/// forbids that.
-Report read_runs(const std::vector<std::string>& runs);
+/// read_run of one run, or of several put side by side. Throws std::invalid_argument, beginning
+/// with the command's name, naming what forbids that.
+Report read_runs(const std::vector<std::string>& runs, const std::string& command);
 
 /// The tables of the runs. Graded answers and KL may be given together: with `flips`, a kl run over
 /// the baseline's answers tells the KL where a state's answer parts from it. Throws as read_runs,

@@ -24,6 +24,20 @@ std::string format(const char* pattern, Args... args) {
 
 // ---- what must agree ----
 
+/// The fields that --allow takes.
+constexpr const char* kFields[] = {"job",      "model",         "tokenizer", "data",
+                                   "baseline", "prompt_tokens", "tasks",     "repeats",
+                                   "gold",     "prompts",       "grading",   "states"};
+
+void check_allowed(const std::vector<std::string>& allow) {
+  for (const std::string& field : allow) {
+    if (std::find(std::begin(kFields), std::end(kFields), field) != std::end(kFields)) continue;
+    std::string known;
+    for (const char* name : kFields) known += std::string(" ") + name;
+    throw std::invalid_argument("compare: --allow: unknown field '" + field + "'; known:" + known);
+  }
+}
+
 /// Collects differences of fields: allowed ones are noted, others thrown.
 class FieldCheck {
  public:
@@ -172,11 +186,88 @@ int64_t measured(const Series& a, const Series& b, const std::pair<size_t, size_
   return std::min(a.document(d.first).length, b.document(d.second).length);
 }
 
-int64_t longest(const Series& a, const Series& b,
-                const std::vector<std::pair<size_t, size_t>>& documents) {
+/// The longest document of both, as long as both experiments have it.
+int64_t longest(const Report& a, const Report& b) {
   int64_t length = 0;
-  for (const auto& d : documents) length = std::max(length, measured(a, b, d));
+  for (const auto& [i, j] : common_documents(a, b))
+    length = std::max(length, std::min(a.documents[i].tokens, b.documents[j].tokens));
   return length;
+}
+
+std::string positions_text(int64_t first, int64_t last) {
+  return "positions " + std::to_string(first) + "-" + std::to_string(last);
+}
+
+/// Throws unless the series holds all positions below `end` that its experiment asks for, of every
+/// document that `other` has too.
+void check_measured(const std::string& limit, const std::string& side, const Series& series,
+                    const Report& other, int64_t end) {
+  for (const auto& [d, unused] : common_documents(*series.report, other)) {
+    const DocumentInfo& document = series.report->documents[d];
+    const int64_t wanted = std::min(document.tokens, end), length = series.document(d).length;
+    if (length >= wanted) continue;
+    throw std::invalid_argument("gate: limit '" + limit + "': the " + side +
+                                " run is not finished: document " + document.id + " lacks " +
+                                positions_text(length, wanted) + " by state " +
+                                series.state->info.name + "; go on with it (run --resume)");
+  }
+}
+
+/// Throws when the experiment of one run has positions below `end` that the other one's has not.
+/// `allowed`: what one alone has is left out.
+void check_same_positions(const std::string& limit, const Report& base, const Report& candidate,
+                          int64_t end, bool allowed) {
+  if (allowed) return;
+  auto check = [&](const Report& has, const std::string& lacking_side, const Report& lacking) {
+    for (const DocumentInfo& document : has.documents) {
+      int64_t tokens = 0;
+      for (const DocumentInfo& other : lacking.documents) {
+        if (other.id == document.id) tokens = other.tokens;
+      }
+      const int64_t wanted = std::min(document.tokens, end);
+      if (tokens >= wanted) continue;
+      throw std::invalid_argument(
+          "gate: limit '" + limit + "': the experiment of the " + lacking_side + " run has no " +
+          positions_text(tokens, wanted) + " of document " + document.id +
+          ", which the other has; name a range that both have (@0-" + std::to_string(tokens) +
+          "), or leave them out with --allow data");
+    }
+  };
+  check(base, "candidate", candidate);
+  check(candidate, "base", base);
+}
+
+/// What of the documents of either run has no part in a comparison of these states, or nothing.
+std::string left_out(const Series& a, const Series& b) {
+  std::string first;
+  int64_t count = 0;
+  auto add = [&](const DocumentInfo& document, int64_t from, int64_t to, int64_t in_base,
+                 int64_t in_candidate) {
+    if (from >= to) return;
+    if (count++ == 0) {
+      first = positions_text(from, to) + " of document " + document.id + " (base has " +
+              std::to_string(in_base) + ", candidate " + std::to_string(in_candidate) +
+              " positions of it)";
+    }
+  };
+  std::set<size_t> common;
+  for (size_t i = 0; i < a.report->documents.size(); ++i) {
+    const DocumentInfo& document = a.report->documents[i];
+    int64_t tokens = document.tokens, length = 0;
+    for (size_t j = 0; j < b.report->documents.size(); ++j) {
+      if (b.report->documents[j].id != document.id) continue;
+      common.insert(j);
+      length = b.document(j).length;
+      tokens = std::max(tokens, b.report->documents[j].tokens);
+    }
+    add(document, std::min(length, a.document(i).length), tokens, a.document(i).length, length);
+  }
+  for (size_t j = 0; j < b.report->documents.size(); ++j) {
+    const DocumentInfo& document = b.report->documents[j];
+    if (!common.contains(j)) add(document, 0, document.tokens, 0, b.document(j).length);
+  }
+  if (count > 1) first += ", and of " + std::to_string(count - 1) + " more documents";
+  return first;
 }
 
 /// "98304-131072", a bin's name, "last", "" for everything. Throws when the range is not measured
@@ -187,7 +278,7 @@ Range resolve_range(const std::string& text, int64_t length, const std::string& 
     throw std::invalid_argument("gate: limit '" + limit + "': " + what + "; both runs have " +
                                 std::to_string(length) + " positions of a document in common");
   };
-  if (length == 0) missing("no position was measured in both runs");
+  if (length == 0) missing("the runs have no document in common");
   if (text.empty()) return {0, length};
   if (text == "last") return {bins.back().first, bins.back().last};
   for (const Bin& bin : bins) {
@@ -516,7 +607,7 @@ void judge_counts(const Gate& gate, const PairedAnswers& answers, LimitResult* o
 
 LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& base,
                            const Report& candidate, const std::vector<Pair>& pairs,
-                           const StatisticsOptions& options) {
+                           const CompareOptions& options) {
   LimitResult out;
   out.limit = limit;
   const int own = state_or_throw(candidate, "candidate", limit.metric.state);
@@ -548,6 +639,17 @@ LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& b
   double chance = kNaN;
   if (metric == "accuracy") {
     const PairedAnswers answers = paired_answers(a, b, limit.metric.task, limit.text);
+    // Judged by itself alone the candidate must have answered what the base has.
+    for (const StateReport* state : {a.state, b.state}) {
+      if (limit.against_base) break;
+      const auto pair = std::find_if(pairs.begin(), pairs.end(), [&](const Pair& p) {
+        return &candidate.states[static_cast<size_t>(p.candidate)] == state;
+      });
+      if (pair == pairs.end()) continue;
+      const Series counterpart{&base, &base.states[static_cast<size_t>(pair->base)]};
+      if (paired_answers(counterpart, counterpart, limit.metric.task, "").items > 0)
+        paired_answers(counterpart, {&candidate, state}, limit.metric.task, limit.text);
+    }
     out.unit = "items";
     out.count = answers.items;
     chance = answers.chance;
@@ -555,7 +657,7 @@ LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& b
     evidence.values = [](std::span<const double> t) {
       return std::pair(100 * t[1] / t[2], 100 * t[0] / t[2]);
     };
-    judge(gate, options, evidence, &out);
+    judge(gate, options.statistics, evidence, &out);
     judge_counts(gate, answers, &out);
     if (limit.against_base || limit.against) {
       out.warnings.push_back(
@@ -564,7 +666,7 @@ LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& b
     }
   } else {
     const auto documents = common_documents(*a.report, *b.report);
-    const int64_t length = longest(a, b, documents);
+    const int64_t length = longest(base, candidate);
     std::vector<Range> ranges;
     if (metric == "growth") {
       const std::vector<Bin> bins = growth_bins(position_bins(length));
@@ -578,6 +680,13 @@ LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& b
     } else {
       ranges.push_back(resolve_range(limit.metric.range, length, limit.text));
     }
+    const int64_t end = ranges.back().last;
+    const bool allowed =
+        std::find(options.allow.begin(), options.allow.end(), "data") != options.allow.end();
+    check_same_positions(limit.text, base, candidate, end, allowed);
+    check_measured(limit.text, "candidate", b, base, end);
+    if (limit.against_base) check_measured(limit.text, "base", a, candidate, end);
+    if (limit.against) check_measured(limit.text, "candidate", a, base, end);
     PairedPositions positions = paired_positions(a, b, documents, ranges);
     out.unit = "tokens";
     out.count = positions.positions;
@@ -596,7 +705,7 @@ LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& b
     evidence.values = [&](std::span<const double> t) {
       return std::pair(metric_value(metric, ranges, t, 1), metric_value(metric, ranges, t, 0));
     };
-    judge(gate, options, evidence, &out);
+    judge(gate, options.statistics, evidence, &out);
     if (positions.non_finite_b > 0) {
       const std::string what = format("%" PRId64 " positions of %s are not finite",
                                       positions.non_finite_b, b.state->info.name.c_str());
@@ -617,6 +726,10 @@ LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& b
   if (limit.factor == 0) out.reference = kNaN;
   if (limit.at_most ? highest <= out.bound : lowest >= out.bound) {
     out.warnings.push_back("this limit can never fail: " + metric + " always lies between " +
+                           number(lowest) + " and " + number(highest));
+  }
+  if (limit.at_most ? lowest > out.bound : highest < out.bound) {
+    out.warnings.push_back("this limit can never be kept: " + metric + " always lies between " +
                            number(lowest) + " and " + number(highest));
   }
   if (std::isfinite(chance) && chance > 0 && std::isfinite(out.reference) &&
@@ -710,8 +823,11 @@ Table pair_table(const Report& base, const Report& candidate, const std::vector<
   for (const Pair& pair : pairs) {
     const Series a{&base, &base.states[static_cast<size_t>(pair.base)]};
     const Series b{&candidate, &candidate.states[static_cast<size_t>(pair.candidate)]};
-    const int64_t length = longest(a, b, documents);
-    if (length == 0) continue;
+    const std::string without = left_out(a, b);
+    if (!without.empty()) table.notes.push_back(pair.name + ": left out: " + without);
+    const bool any = std::any_of(documents.begin(), documents.end(),
+                                 [&](const auto& d) { return measured(a, b, d) > 0; });
+    if (!any) continue;
     // Documents of different lengths each count as far as both runs have them.
     PairedPositions positions;
     positions.sums.columns = kColumns;
@@ -842,7 +958,7 @@ std::vector<LimitResult> evaluate_gate(const Gate& gate, const Report& base,
   const std::vector<Pair> pairs = pair_states(base, candidate, options);
   std::vector<LimitResult> results;
   for (const Limit& limit : gate.limits) {
-    results.push_back(evaluate_limit(gate, limit, base, candidate, pairs, options.statistics));
+    results.push_back(evaluate_limit(gate, limit, base, candidate, pairs, options));
   }
   decide(gate, &results);
   return results;
@@ -851,6 +967,7 @@ std::vector<LimitResult> evaluate_gate(const Gate& gate, const Report& base,
 Comparison compare(const Report& base, const Report& candidate, const CompareOptions& options,
                    const Gate* gate) {
   Comparison out;
+  check_allowed(options.allow);
   const FieldCheck check(base, candidate, options.allow, &out.differences);
   check.equal("job", base.run.job, candidate.run.job);
   check.equal("model", base.run.model_sha256, candidate.run.model_sha256);
@@ -881,9 +998,17 @@ Comparison compare(const Report& base, const Report& candidate, const CompareOpt
 
   const std::vector<Pair> pairs = pair_states(base, candidate, options);
   Table table = pair_table(base, candidate, pairs, options.statistics);
+  std::vector<std::string> notes = table.notes;
   if (!table.rows.empty()) out.tables.push_back(std::move(table));
   table = answer_table(base, candidate, pairs, options.statistics);
+  notes.insert(notes.end(), table.notes.begin(), table.notes.end());
   if (!table.rows.empty()) out.tables.push_back(std::move(table));
+  if (gate == nullptr && out.tables.empty()) {
+    throw std::invalid_argument(
+        "compare: the runs have no measured position and no answer in common" +
+        (notes.empty() ? std::string() : ": " + notes[0]) +
+        "; compare runs over the same documents or items, as far as they are finished");
+  }
   if (gate != nullptr) {
     out.limits = evaluate_gate(*gate, base, candidate, options);
     out.tables.push_back(limits_table(out.limits));
@@ -964,8 +1089,8 @@ void merge_items(const Report& a, const Report& b, Equal equal) {
 
 }  // namespace
 
-Report merge_reports(const std::vector<Report>& reports) {
-  if (reports.empty()) throw std::invalid_argument("show: no run");
+Report merge_reports(const std::vector<Report>& reports, const std::string& command) {
+  if (reports.empty()) throw std::invalid_argument(command + ": no run");
   Report out = reports.front();
   for (size_t i = 1; i < reports.size(); ++i) {
     const Report& next = reports[i];
@@ -973,9 +1098,10 @@ Report merge_reports(const std::vector<Report>& reports) {
       auto shown = [](const std::string& value) {
         return value.size() > 160 ? value.substr(0, 160) + "..." : value;
       };
-      throw std::invalid_argument("show: " + out.path + " and " + next.path +
+      throw std::invalid_argument(command + ": " + out.path + " and " + next.path +
                                   " cannot be shown in one table: " + field + " differs: '" +
-                                  shown(a) + "' and '" + shown(b) + "'");
+                                  shown(a) + "' and '" + shown(b) + "'; give each of them a " +
+                                  command + " of its own");
     };
     auto equal = [&](const std::string& field, const std::string& a, const std::string& b) {
       if (a != b) refuse(field, a, b);

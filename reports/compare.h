@@ -102,8 +102,12 @@ struct Comparison {
 
 /// Compares `candidate` with `base`. Throws std::invalid_argument naming the field and both values
 /// when model, tokenizer, data, baseline, prompts, grading rules or the definition of an equally
-/// named state differ and are not allowed to; and when a state, task or range of a limit is missing
-/// on either side.
+/// named state differ and are not allowed to; for a field to allow that is not known; when the runs
+/// have nothing in common; and when a state, task, answer, document or position that a limit is
+/// about is missing on either side. Positions that an experiment has and its run has not measured
+/// yet are missing whatever is allowed. With "data" allowed, documents and positions that the
+/// experiment of one run alone has are left out. Without a gate, whatever is missing is left out
+/// and named in the notes of the table.
 Comparison compare(const Report& base, const Report& candidate, const CompareOptions& options,
                    const Gate* gate);
 
@@ -116,8 +120,9 @@ std::string comparison_text(const Comparison& comparison);
 std::string comparison_markdown(const Comparison& comparison);
 std::string comparison_junit(const Comparison& comparison);
 
-/// One report with the states of all, for showing them side by side. Throws std::invalid_argument
-/// naming what differs when model, tokenizer, documents or the baseline's figures do.
-Report merge_reports(const std::vector<Report>& reports);
+/// One report with the states of all, for showing them side by side. Throws std::invalid_argument,
+/// beginning with `command`, naming what differs when model, tokenizer, documents or the baseline's
+/// figures do.
+Report merge_reports(const std::vector<Report>& reports, const std::string& command = "show");
 
 }  // namespace replayeval

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <stdexcept>
 
 #include "reports/compare.h"
@@ -81,6 +83,11 @@ class Parser {
     if (accept("@")) {
       metric.range = word(true);
       if (metric.range.empty()) fail("expected a range after @: 98304-131072, 128K or last");
+      long long first = 0, last = 0;
+      if (std::sscanf(metric.range.c_str(), "%lld-%lld", &first, &last) == 2 && first >= last) {
+        fail("range '" + metric.range +
+             "' is empty: expected FIRST-LAST with FIRST below LAST, which itself is outside");
+      }
       if (metric.name == "accuracy" || metric.name == "growth") fail(metric.name + " has no range");
     }
     return metric;
@@ -94,6 +101,20 @@ class Parser {
 std::string place_of(const std::string& path, const YAML::Node& node) {
   return path + ":" + std::to_string(node.Mark().line + 1) + ":" +
          std::to_string(node.Mark().column + 1);
+}
+
+/// Throws where a key of the map stands for the second time.
+void refuse_repeated_keys(const std::string& path, const YAML::Node& map) {
+  std::map<std::string, int> seen;
+  for (const auto& entry : map) {
+    const std::string key = entry.first.Scalar();
+    const auto [earlier, fresh] = seen.emplace(key, entry.first.Mark().line + 1);
+    if (!fresh) {
+      throw std::invalid_argument(place_of(path, entry.first) + ": key '" + key +
+                                  "' is given twice, first on line " +
+                                  std::to_string(earlier->second) + "; remove one of them");
+    }
+  }
 }
 
 /// A number between 0 and 1, both excluded.
@@ -183,6 +204,7 @@ Gate read_gate(const std::filesystem::path& path) {
   }
   if (!root.IsMap())
     throw std::invalid_argument(gate.path + ": expected a map with the key limits");
+  refuse_repeated_keys(gate.path, root);
   for (const auto& entry : root) {
     const std::string key = entry.first.Scalar();
     const YAML::Node value = entry.second;
@@ -208,6 +230,7 @@ Gate read_gate(const std::filesystem::path& path) {
               place +
               ": limits: expected a text, or {limit: text, kind: regression | noninferior}");
         }
+        refuse_repeated_keys(gate.path, item);
         LimitKind kind = LimitKind::regression;
         for (const auto& part : item) {
           const std::string name = part.first.Scalar();

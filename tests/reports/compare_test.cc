@@ -152,6 +152,10 @@ TEST_CASE("limits are parsed") {
   CHECK(contains(refused("kl.mean[a] <= base + x"), "expected a number at the end"));
   CHECK(contains(refused("kl.mean[a] <= nll.mean[a]"), "compares kl.mean with nll.mean"));
   CHECK(contains(refused("kl.mean[a]@ <= 1"), "expected a range"));
+  for (const char* range : {"100-50", "100-100"}) {
+    CHECK(contains(refused(std::string("kl.mean[a]@") + range + " <= 1"),
+                   std::string("range '") + range + "' is empty: expected FIRST-LAST"));
+  }
   CHECK(contains(refused("accuracy[a]@last >= 1"), "accuracy has no range"));
 }
 
@@ -181,6 +185,20 @@ TEST_CASE("gate files are read, and wrong ones refused with line and column") {
                  ":2:29: unknown key 'typ'"));
   CHECK(contains(message_of([&] { read("limits:\n  - kl[a] <= 1\n"); }),
                  ":2:5: limit 'kl[a] <= 1': unknown metric"));
+  const std::string limits = "limits: [\"top1[a] >= 1\"]\n";
+  for (const char* key : {"alpha: 0.05", "power: 0.8", "undecided: pass", "non_finite: fail"}) {
+    const std::string line = std::string(key) + "\n";
+    const std::string name = line.substr(0, line.find(':'));
+    CHECK(
+        contains(message_of([&] { read(line + limits + line); }),
+                 "gate.yaml:3:1: key '" + name + "' is given twice, first on line 1; remove one"));
+  }
+  CHECK(contains(message_of([&] { read(limits + limits); }),
+                 "gate.yaml:2:1: key 'limits' is given twice, first on line 1"));
+  CHECK(contains(message_of([&] {
+                   read("limits:\n  - {limit: \"top1[a] >= 1\", limit: \"top1[a] >= 2\"}\n");
+                 }),
+                 "gate.yaml:2:29: key 'limit' is given twice, first on line 2"));
   CHECK(contains(message_of([&] { read("limits: [\n"); }), "gate.yaml:"));
   CHECK(contains(message_of([&] { read("alpha: 0.1\n"); }), "limits: expected at least one"));
   CHECK(contains(message_of([&] { read_gate(place / "none.yaml"); }), "no such file"));
@@ -302,6 +320,106 @@ TEST_CASE("what is missing on one side is an error, never a pass") {
                  "the candidate run has 10 answers, the base run 9"));
 }
 
+/// Keeps the first `length` positions of a document in every state, as a killed run has them.
+void cut(Report& report, size_t document, int64_t length) {
+  for (StateReport& state : report.states) {
+    StateDocument& d = state.documents[document];
+    d.length = length;
+    d.kl.resize(static_cast<size_t>(length));
+    d.nll.resize(static_cast<size_t>(length));
+    d.top1.resize(static_cast<size_t>(length));
+  }
+  report.token_ids[document].resize(static_cast<size_t>(length));
+}
+
+TEST_CASE("documents and positions that one side lacks are an error of a gate") {
+  const Report whole = made_run(1, 2, 1, 3, 600), other = made_run(1, 3, 1, 3, 600);
+  Report without = other, shorter = other;
+  cut(without, 2, 0);
+  cut(shorter, 1, 500);
+  auto refused = [](const Report& base, const Report& candidate, const std::string& limit) {
+    return message_of([&] { judged(base, candidate, limit); });
+  };
+  for (const char* limit :
+       {"kl.mean[nvfp4+sr] <= 100", "kl.mean[nvfp4+sr] <= 100 * base", "non_finite[nvfp4+sr] <= 0",
+        "kl.mean[nvfp4+sr]@last <= 100 * kl.mean[fp16+sr]@last"}) {
+    CAPTURE(limit);
+    CHECK(refused(whole, other, limit) == "");
+    CHECK(contains(refused(whole, without, limit),
+                   "the candidate run is not finished: document book 2 lacks positions 0-600 by "
+                   "state nvfp4+sr; go on with it"));
+    CHECK(contains(refused(whole, shorter, limit), "document book 1 lacks positions 500-600"));
+    CHECK(contains(refused(without, without, limit), "document book 2 lacks positions 0-600"));
+  }
+  CHECK(contains(refused(without, whole, "kl.mean[nvfp4+sr] <= 100 * base"),
+                 "the base run is not finished: document book 2 lacks positions 0-600"));
+  // Within the range nothing is missing.
+  CHECK(refused(whole, shorter, "kl.mean[nvfp4+sr]@0-500 <= 100 * base") == "");
+
+  // Experiments of other lengths and lists.
+  Report brief = shorter;
+  brief.documents[1].tokens = 500;
+  CHECK(contains(refused(whole, brief, "kl.mean[nvfp4+sr] <= 100"),
+                 "the experiment of the candidate run has no positions 500-600 of document book 1, "
+                 "which the other has; name a range that both have (@0-500)"));
+  CHECK(contains(refused(brief, whole, "kl.mean[nvfp4+sr] <= 100"),
+                 "the experiment of the base run has no positions 500-600"));
+  Report fewer = other;
+  fewer.documents.pop_back();
+  fewer.token_ids.pop_back();
+  for (StateReport& state : fewer.states) state.documents.pop_back();
+  const Gate gate = gate_of({"kl.mean[nvfp4+sr] <= 100 * base"});
+  CHECK(contains(message_of([&] { compare(whole, fewer, {}, &gate); }), "data differs"));
+  CompareOptions options;
+  options.allow = {"data"};
+  const Comparison common = compare(whole, fewer, options, &gate);
+  CHECK(common.limits[0].documents == 2);
+  CHECK(
+      contains(comparison_text(common),
+               "nvfp4+sr: left out: positions 0-600 of document book 2 (base has 600, candidate 0 "
+               "positions of it)"));
+  CHECK(message_of([&] { compare(whole, brief, options, &gate); }) == "");
+  CHECK(contains(message_of([&] { compare(whole, without, options, &gate); }), "is not finished"));
+
+  // Without a gate they are named.
+  CHECK_FALSE(contains(comparison_text(compare(whole, other, {}, nullptr)), "left out"));
+  CHECK(contains(comparison_text(compare(whole, without, {}, nullptr)),
+                 "left out: positions 0-600 of document book 2"));
+  cut(shorter, 2, 100);
+  CHECK(contains(comparison_text(compare(whole, shorter, {}, nullptr)),
+                 "left out: positions 500-600 of document book 1 (base has 600, candidate 500 "
+                 "positions of it), and of 1 more documents"));
+}
+
+TEST_CASE("answers that the base has and the candidate lacks are an error of any limit") {
+  Report a = made_run(1, 2, 1, 2, 60), b = a;
+  add_answers(a, "gpqa", 10, [](size_t, int) { return true; });
+  add_answers(b, "gpqa", 9, [](size_t, int) { return true; });
+  for (const char* limit :
+       {"accuracy.gpqa[nvfp4+sr] >= 50", "accuracy[nvfp4+sr] >= accuracy[fp16+sr] - 5"})
+    CHECK(contains(message_of([&] { judged(a, b, limit); }), "has no answer to gpqa/q9"));
+  CHECK(message_of([&] { judged(a, a, "accuracy.gpqa[nvfp4+sr] >= 50"); }) == "");
+}
+
+TEST_CASE("runs with nothing in common and unknown fields to allow are refused") {
+  const Report whole = made_run(1, 2, 1, 2, 60);
+  Report first = whole, second = whole;
+  cut(first, 0, 0);
+  cut(second, 1, 0);
+  CHECK(contains(message_of([&] { compare(first, second, {}, nullptr); }),
+                 "compare: the runs have no measured position and no answer in common: fp32: left "
+                 "out: positions 0-60 of document book 0 (base has 0, candidate 60"));
+  CompareOptions options;
+  options.allow = {"model", "documents"};
+  CHECK(message_of([&] { compare(whole, whole, options, nullptr); }) ==
+        "compare: --allow: unknown field 'documents'; known: job model tokenizer data baseline "
+        "prompt_tokens tasks repeats gold prompts grading states");
+  // Each field that a refusal names is a known one: all of them are accepted.
+  options.allow = {"job",   "model",   "tokenizer", "data",    "baseline", "prompt_tokens",
+                   "tasks", "repeats", "gold",      "prompts", "grading",  "states"};
+  CHECK(message_of([&] { compare(whole, whole, options, nullptr); }) == "");
+}
+
 TEST_CASE("non-finite positions fail a gate unless it allows them") {
   const Report base = made_run(1, 2, 1, 4, 600);
   Report broken = base;
@@ -386,6 +504,15 @@ TEST_CASE("least detectable effect, chance, and limits that cannot fail") {
   CHECK(never("kl.mean[nvfp4+sr] >= 0"));
   CHECK(never("top1[nvfp4+sr] <= 100"));
   CHECK_FALSE(never("kl.mean[nvfp4+sr] <= 100 * base"));
+  auto hopeless = [&](const std::string& limit) {
+    for (const std::string& w : judged(base, candidate, limit).warnings) {
+      if (contains(w, "can never be kept")) return true;
+    }
+    return false;
+  };
+  CHECK(hopeless("top1[nvfp4+sr] >= 101"));
+  CHECK(hopeless("kl.mean[nvfp4+sr] <= -1"));
+  CHECK_FALSE(hopeless("kl.mean[nvfp4+sr] <= 0"));
 }
 
 TEST_CASE("growth is gated") {
