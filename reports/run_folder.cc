@@ -38,6 +38,11 @@ namespace {
 constexpr const char* kManifest = "run.json";
 constexpr const char* kPartSchema = "replayeval/1 part";
 constexpr double kHeartbeatSeconds = 5;
+// Far beyond any run, and small enough that no list of what is missing fills the memory.
+constexpr int64_t kMostTokens = int64_t{1} << 40;
+constexpr int64_t kMostHeads = int64_t{1} << 16;
+constexpr int64_t kMostUnits = int64_t{1} << 24;  // and answers of each state
+
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 // ---- run.json ----
@@ -126,6 +131,27 @@ Json to_json(const RunPlan& plan) {
   return json;
 }
 
+/// A whole number of an object, between `low` and `high`; `place` is the object's place.
+template <class T>
+T whole(const Json& object, const std::string& place, const char* key,
+        int64_t low = std::numeric_limits<T>::min(), int64_t high = std::numeric_limits<T>::max()) {
+  const Json& value = object.at(key);
+  const bool small = value.is_number_integer() &&
+                     (!value.is_number_unsigned() ||
+                      value.get<uint64_t>() <= static_cast<uint64_t>(std::max<int64_t>(high, 0)));
+  if (!small || value.get<int64_t>() < low || value.get<int64_t>() > high) {
+    throw std::runtime_error(place + key + " is " + value.dump().substr(0, 80) +
+                             ", expected a whole number from " + std::to_string(low) + " to " +
+                             std::to_string(high));
+  }
+  return static_cast<T>(value.get<int64_t>());
+}
+
+/// "documents[2]."
+std::string entry_place(const char* list, size_t index) {
+  return std::string(list) + "[" + std::to_string(index) + "].";
+}
+
 RunPlan plan_from_json(const Json& json) {
   RunPlan plan;
   const Json& r = json.at("run");
@@ -146,32 +172,44 @@ RunPlan plan_from_json(const Json& json) {
   run.compute = r.at("compute");
   run.dense = r.at("dense");
   run.baseline = r.at("baseline");
-  run.window = r.at("window");
+  run.window = whole<int>(r, "run.", "window", 0);
   run.seed = r.at("seed");
-  run.vocabulary = r.at("vocabulary");
-  run.prompt_tokens = r.at("prompt_tokens");
-  run.threads = r.at("threads");
+  run.vocabulary = whole<int64_t>(r, "run.", "vocabulary", 0);
+  run.prompt_tokens = whole<int64_t>(r, "run.", "prompt_tokens", 0, kMostTokens);
+  run.threads = whole<int>(r, "run.", "threads");
   run.created = r.at("created");
   run.finished = r.at("finished");
-  plan.unit_tokens = json.at("unit_tokens");
+  plan.unit_tokens = whole<int64_t>(json, "", "unit_tokens", 1, kMostTokens);
   for (const Json& s : json.at("settings")) plan.settings.push_back({s.at("key"), s.at("value")});
   for (const Json& d : json.at("documents")) {
-    plan.documents.push_back({d.at("id"), d.at("title"), d.at("tokens"), d.at("sha256"),
-                              d.at("stream"), d.value("prompt_tokens", int64_t{0})});
+    const std::string place = entry_place("documents", plan.documents.size());
+    const bool prompt = d.contains("prompt_tokens");
+    plan.documents.push_back(
+        {d.at("id"), d.at("title"), whole<int64_t>(d, place, "tokens", 1, kMostTokens),
+         d.at("sha256"), whole<uint32_t>(d, place, "stream"),
+         prompt ? whole<int64_t>(d, place, "prompt_tokens", 0, kMostTokens) : 0});
   }
   // Folders written before there were answers have none of these.
-  run.repeats = r.value("repeats", 1);
+  if (r.contains("repeats")) run.repeats = whole<int>(r, "run.", "repeats", 1);
   for (const Json& t : json.value("tasks", Json::array())) {
-    run.tasks.push_back({t.at("name"), t.at("version"), t.at("sha256"), t.at("definition"),
-                         t.at("private"), t.at("chance_for_none")});
+    const std::string place = entry_place("tasks", run.tasks.size());
+    run.tasks.push_back({t.at("name"), whole<int>(t, place, "version"), t.at("sha256"),
+                         t.at("definition"), t.at("private"), t.at("chance_for_none")});
   }
   for (const Json& i : json.value("items", Json::array())) {
-    plan.items.push_back({i.at("id"), i.at("task"), i.at("category"), i.at("level"), i.at("gold"),
-                          i.at("options"), i.at("option_order").get<std::vector<int32_t>>(),
-                          i.at("prompt_sha256"), i.at("grading")});
+    const std::string place = entry_place("items", plan.items.size());
+    plan.items.push_back({i.at("id"), i.at("task"), i.at("category"), whole<int>(i, place, "level"),
+                          i.at("gold"), whole<int>(i, place, "options", 0),
+                          i.at("option_order").get<std::vector<int32_t>>(), i.at("prompt_sha256"),
+                          i.at("grading")});
   }
-  for (const Json& l : json.at("layers"))
-    plan.layers.push_back({l.at("index"), l.at("kind"), l.at("heads"), {}});
+  for (const Json& l : json.at("layers")) {
+    const std::string place = entry_place("layers", plan.layers.size());
+    plan.layers.push_back({whole<int>(l, place, "index", 0),
+                           l.at("kind"),
+                           whole<int>(l, place, "heads", 0, kMostHeads),
+                           {}});
+  }
   for (const Json& s : json.at("states")) {
     StateInfo state;
     state.name = s.at("name");
@@ -181,14 +219,24 @@ RunPlan plan_from_json(const Json& json) {
     state.read = s.at("read");
     state.recurrence_rounding = s.at("recurrence_rounding");
     state.read_rounding = s.at("read_rounding");
-    state.window = s.at("window");
+    const std::string place = entry_place("states", plan.states.size());
+    state.window = whole<int>(s, place, "window", 0);
     state.seed = s.at("seed");
     state.options = s.at("options").get<std::map<std::string, std::string>>();
     state.bits_per_element = s.at("bits_per_element");
-    state.bytes_per_sequence = s.at("bytes_per_sequence");
+    state.bytes_per_sequence = whole<int64_t>(s, place, "bytes_per_sequence", 0);
     plan.states.push_back(std::move(state));
   }
   return plan;
+}
+
+void check_plan(const RunPlan& plan, const std::string& place);
+
+/// The text of run.json: its last key is the SHA-256 of the text without it.
+std::string manifest_text(const RunPlan& plan) {
+  Json json = to_json(plan);
+  json["sha256"] = sha256_hex(json.dump(1));
+  return json.dump(1) + "\n";
 }
 
 RunPlan read_manifest(const fs::path& folder) {
@@ -202,8 +250,17 @@ RunPlan read_manifest(const fs::path& folder) {
   if (schema != kSchema)
     throw std::runtime_error(path.string() + ": schema is " + schema + ", expected " + kSchema);
   try {
-    return plan_from_json(json);
-  } catch (const Json::exception& error) {
+    // Folders written before there was a checksum have none.
+    if (json.contains("sha256")) {
+      const std::string stated = json["sha256"];
+      json.erase("sha256");
+      if (sha256_hex(json.dump(1)) != stated)
+        throw std::runtime_error("checksum differs: the file was changed or is damaged");
+    }
+    RunPlan plan = plan_from_json(json);
+    check_plan(plan, "");
+    return plan;
+  } catch (const std::exception& error) {
     throw std::runtime_error(path.string() + ": " + error.what());
   }
 }
@@ -338,8 +395,8 @@ void check_growth(const fs::path& folder, const RunPlan& stored, const RunPlan& 
            std::to_string(asked.run.repeats));
 }
 
-void check_plan(const RunPlan& plan) {
-  auto bad = [](const std::string& what) { throw std::invalid_argument("run plan: " + what); };
+void check_plan(const RunPlan& plan, const std::string& place) {
+  auto bad = [&](const std::string& what) { throw std::invalid_argument(place + what); };
   if (plan.unit_tokens < 1)
     bad("unit_tokens is " + std::to_string(plan.unit_tokens) + ", expected 1 or more");
   std::set<std::string> seen;
@@ -360,12 +417,26 @@ void check_plan(const RunPlan& plan) {
           " prompt tokens of " + std::to_string(document.tokens));
     }
   }
+  int64_t units = 0;
+  for (const DocumentInfo& document : plan.documents) {
+    units += (document.tokens - 1) / plan.unit_tokens + 1;
+    if (units > kMostUnits) {
+      bad("documents: tokens of the documents up to " + document.id + " make " +
+          std::to_string(units) + " units of unit_tokens = " + std::to_string(plan.unit_tokens) +
+          ", expected at most " + std::to_string(kMostUnits));
+    }
+  }
   seen.clear();
   for (const ItemInfo& item : plan.items) {
     if (!seen.insert(item_key(item)).second) bad("item " + item_key(item) + " is listed twice");
   }
   if (plan.run.repeats < 1)
     bad("repeats is " + std::to_string(plan.run.repeats) + ", expected 1 or more");
+  if (static_cast<int64_t>(plan.items.size()) * plan.run.repeats > kMostUnits) {
+    bad("repeats is " + std::to_string(plan.run.repeats) + " for " +
+        std::to_string(plan.items.size()) + " items, expected at most " +
+        std::to_string(kMostUnits) + " answers of a state");
+  }
 }
 
 // ---- parts ----
@@ -964,7 +1035,7 @@ RunFolder& RunFolder::operator=(RunFolder&&) noexcept = default;
 RunFolder::~RunFolder() = default;
 
 RunFolder RunFolder::open(const fs::path& path, const RunPlan& asked, OpenMode mode) {
-  check_plan(asked);
+  check_plan(asked, "run plan: ");
   if (mode == OpenMode::fresh && holds_run(path)) {
     throw std::invalid_argument(
         path.string() +
@@ -983,7 +1054,7 @@ RunFolder RunFolder::open(const fs::path& path, const RunPlan& asked, OpenMode m
   state->writable = true;
   if (state->plan.run.created.empty()) state->plan.run.created = utc_now();
   const fs::path manifest = path / kManifest;
-  std::string text = to_json(state->plan).dump(1) + "\n";
+  std::string text = manifest_text(state->plan);
   if (!create_file(manifest, as_byte_span(text))) {
     if (mode == OpenMode::fresh) {
       throw std::invalid_argument(
@@ -994,7 +1065,7 @@ RunFolder RunFolder::open(const fs::path& path, const RunPlan& asked, OpenMode m
       RunPlan stored = read_manifest(path);
       check_growth(path, stored, state->plan);
       state->plan.run.created = stored.run.created;
-      text = to_json(state->plan).dump(1) + "\n";
+      text = manifest_text(state->plan);
       const bool grown = stored.states.size() != state->plan.states.size() ||
                          stored.documents.size() != state->plan.documents.size() ||
                          stored.items.size() != state->plan.items.size() ||

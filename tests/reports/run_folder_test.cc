@@ -630,6 +630,53 @@ TEST_CASE("files that are no report are refused with what they are") {
       "the folder cannot be created"));
 }
 
+TEST_CASE("numbers of run.json that no run has are refused by field, and changes by the checksum") {
+  TemporaryFolder place("manifest");
+  const fs::path path = place / "run/run.json";
+  RunFolder::open(place / "run", sample_plan(), OpenMode::fresh);
+  std::ifstream file(path);
+  const std::string whole((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  auto changed = [&](const std::string& was, const std::string& is, bool checksum) {
+    std::string text = whole;
+    const size_t at = text.find(was);
+    REQUIRE(at != std::string::npos);
+    text.replace(at, was.size(), is);
+    if (!checksum) {
+      const size_t line = text.find("\"sha256\": \"", text.find("\"settings\""));
+      REQUIRE(line != std::string::npos);
+      text.replace(line, 64 + 12, "\"other\": \"\"");
+    }
+    std::ofstream(path) << text;
+    return message_of([&] { RunFolder::open_read_only(place / "run"); });
+  };
+  CHECK(contains(changed("Book 3608", "Book 3609", true),
+                 "run.json: checksum differs: the file was changed or is damaged"));
+  // Without a checksum, as older programs wrote it.
+  CHECK(changed("Book 3608", "Book 3609", false) == "");
+  auto refused = [&](const std::string& was, const std::string& is, const std::string& what) {
+    CAPTURE(is);
+    const std::string message = changed(was, is, false);
+    CAPTURE(message);
+    CHECK(contains(message, "run/run.json: " + what));
+  };
+  refused("\"tokens\": 100", "\"tokens\": 9000000000000",
+          "documents[0].tokens is 9000000000000, expected a whole number from 1 to 1099511627776");
+  refused("\"tokens\": 70", "\"tokens\": -5", "documents[1].tokens is -5, expected");
+  refused("\"tokens\": 70", "\"tokens\": 7.5", "documents[1].tokens is 7.5, expected");
+  refused("\"tokens\": 70", "\"tokens\": 18446744073709551615",
+          "documents[1].tokens is 18446744073709551615, expected");
+  refused("\"tokens\": 70", "\"tokens\": 900000000000",
+          "documents: tokens of the documents up to 3609 make 28125000004 units of unit_tokens = "
+          "32, expected at most 16777216");
+  refused("\"heads\": 3", "\"heads\": 2000000000",
+          "layers[0].heads is 2000000000, expected a whole number from 0 to 65536");
+  refused("\"heads\": 3", "\"heads\": 4294967299", "layers[0].heads is 4294967299, expected");
+  refused("\"unit_tokens\": 32", "\"unit_tokens\": 0", "unit_tokens is 0, expected");
+  refused("\"repeats\": 1", "\"repeats\": -1", "run.repeats is -1, expected");
+  refused("\"prompt_tokens\": 0,\n   \"sha256\"", "\"prompt_tokens\": 100,\n   \"sha256\"",
+          "document 3608 has 100 prompt tokens of 100");
+}
+
 TEST_CASE("offsets of a long run are 64-bit") {
   // 6.4e9 positions in units of 2^31: first positions and counts that do not fit 32 bits.
   RunPlan plan = sample_plan({"fp32"}, {int64_t{3} << 31}, int64_t{1} << 31);
