@@ -47,6 +47,20 @@ PromptSet prompts_of(TaskSpec* task, const GradeOptions& options) {
   return load_prompts(*task, options.seed, chat.get(), tokenizer.get());
 }
 
+/// Refuses to write over what a run folder keeps, or over the run that is read.
+void check_out(const GradeOptions& options) {
+  if (options.out.empty()) return;
+  const fs::path out = options.out;
+  std::error_code error;
+  const bool same = !options.run.empty() && fs::equivalent(out, options.run, error);
+  const fs::path target = fs::weakly_canonical(out, error);
+  if (same || (target.filename() == "report.h5" && RunFolder::holds_run(target.parent_path()))) {
+    reject("-o " + options.out + ": expected a new report, got the " +
+           (same ? "run that is read" : "report of the run in " + out.parent_path().string()) +
+           "; choose another name, such as regraded.h5");
+  }
+}
+
 // ---- import ----
 
 /// Finds the items of samples.
@@ -414,6 +428,7 @@ std::string grade_answers(const GradeOptions& options) {
            std::string(options.run.empty() ? "neither" : "both"));
   if (!options.run.empty() && !options.states.empty())
     reject("--state: expected with --import only; a run's states are all graded again");
+  check_out(options);
   return options.run.empty() ? import_answers(options) : grade_again(options);
 }
 

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <string>
 
+#include "harness/grade_command.h"
 #include "reports/files.h"
 #include "reports/run_folder.h"
 #include "reports/schema.h"
@@ -20,6 +21,16 @@ namespace {
 
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
+}
+
+template <class Call>
+std::string message_of(Call call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return {};
 }
 
 void fill(const fs::path& path, const RunPlan& plan) {
@@ -105,4 +116,45 @@ TEST_CASE("a report that cannot be read is not replaced by an unfinished one") {
   CHECK(contains(kept_line(run), "remove it to have it written anew"));
   read_run(run.string());
   CHECK(bytes_of(run / "report.h5") == "damaged");
+}
+
+TEST_CASE("grade does not write over the report of a run folder or the run that it reads") {
+  TemporaryFolder place("over");
+  const fs::path run = place / "run";
+  fill(run, sample_plan());
+  const std::string before = bytes_of(run / "report.h5");
+  auto refused = [&](const fs::path& from, const fs::path& out) {
+    GradeOptions options;
+    options.run = from.string();
+    options.out = out.string();
+    return message_of([&] { grade_answers(options); });
+  };
+  CHECK(refused(run, run / "report.h5") ==
+        "grade: -o " + (run / "report.h5").string() +
+            ": expected a new report, got the report of the run in " + run.string() +
+            "; choose another name, such as regraded.h5");
+  CHECK(contains(refused(run, place / "run/../run/report.h5"), "got the report of the run"));
+  CHECK(contains(refused(run / "report.h5", run / "report.h5"), "got the run that is read"));
+  GradeOptions import;
+  import.imports = {"answers.jsonl"};
+  import.states = {"a"};
+  import.out = (run / "report.h5").string();
+  CHECK(contains(message_of([&] { grade_answers(import); }), "got the report of the run"));
+  CHECK(contains(refused(run, place / "new.h5"), "expected a run with graded answers"));
+  CHECK((bytes_of(run / "report.h5") == before));
+}
+
+TEST_CASE("runs that do not go together are refused in the name of the command, with a hint") {
+  TemporaryFolder place("together");
+  RunPlan other = sample_plan();
+  fill(place / "kl", other);
+  other.run.job = "score";
+  fill(place / "score", other);
+  ReportOptions page;
+  page.runs = {(place / "kl").string(), (place / "score").string()};
+  page.out = (place / "page.html").string();
+  const std::string message = message_of([&] { report_command(page); });
+  CHECK(message.starts_with("report: "));
+  CHECK(contains(message, "job differs: 'kl' and 'score'; give each of them a report of its own"));
+  CHECK(message_of([&] { show_runs({page.runs}); }).starts_with("show: "));
 }
