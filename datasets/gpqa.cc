@@ -1,6 +1,7 @@
 // GPQA (Rein et al. 2023) in the authors' CSV files; columns are found by name.
 #include <fstream>
 #include <map>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 
@@ -27,7 +28,15 @@ RawItems read_gpqa(const ItemSource& source) {
   const std::vector<CsvRow> rows = parse_csv(text, path, CsvErrors::kMark);
   if (rows.empty()) throw std::runtime_error(path + ": empty, expected a header row");
   std::map<std::string, size_t> columns;
-  for (size_t i = 0; i < rows[0].cells.size(); ++i) columns.emplace(rows[0].cells[i], i);
+  std::set<std::string> twice;
+  for (size_t i = 0; i < rows[0].cells.size(); ++i)
+    if (!columns.emplace(rows[0].cells[i], i).second) twice.insert(rows[0].cells[i]);
+  for (const char* read : {"Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2",
+                           "Incorrect Answer 3", "Record ID", "High-level domain", "Explanation"}) {
+    if (twice.contains(read)) {
+      throw std::runtime_error(path + ":1: two columns are called '" + read + "'; expected one");
+    }
+  }
   for (const char* needed : {"Question", "Correct Answer", "Incorrect Answer 1",
                              "Incorrect Answer 2", "Incorrect Answer 3"}) {
     if (!columns.contains(needed)) {

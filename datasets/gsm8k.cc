@@ -11,14 +11,21 @@ RawItems read_gsm8k(const ItemSource& source) {
   for (std::string& pattern : parquet_patterns(source.split, {"main"}))
     patterns.push_back(std::move(pattern));
   raw.files = find_files(source, patterns);
-  std::vector<nlohmann::json> rows;
+  std::vector<DataRow> rows;
   for (const auto& file : raw.files)
-    for (nlohmann::json& row : read_rows(file)) rows.push_back(std::move(row));
-  for (const nlohmann::json& row : rows) {
+    for (DataRow& row : read_rows(file)) rows.push_back(std::move(row));
+  for (const DataRow& each : rows) {
+    const nlohmann::json* const object = raw.take(each);
+    if (object == nullptr) continue;
+    const nlohmann::json& row = *object;
     Item item;
-    item.row = raw.rows++;
+    item.row = raw.rows - 1;
     item.task = task_name(Task::kGsm8k);
     item.id = std::to_string(item.row);
+    if (const std::string problem = kind_problem(row, {"question", "answer"}); !problem.empty()) {
+      raw.refuse(item.id, item.row, problem);
+      continue;
+    }
     item.question = text_of(row, "question");
     item.solution = text_of(row, "answer");
     if (const size_t mark = item.solution.rfind("####"); mark != std::string::npos) {

@@ -3,14 +3,22 @@
 
 #include <filesystem>
 #include <functional>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "datasets/items.h"
 
 namespace replayeval {
+
+/// One row of a file.
+struct DataRow {
+  nlohmann::json value;  // an object
+  std::string problem;   // why there is none, with file and line; empty: there is
+};
 
 /// Items of one task as they stand in the files; `bad` rows are left out.
 struct RawItems {
@@ -23,6 +31,14 @@ struct RawItems {
   /// ten options, an id that occurred before.
   void add(Item item);
   std::set<std::string> ids;  // of the items so far
+
+  /// Counts a row and refuses it when it could not be read; otherwise the row's object.
+  const nlohmann::json* take(const DataRow& row) {
+    const size_t number = rows++;
+    if (row.problem.empty()) return &row.value;
+    refuse("row " + std::to_string(number), number, row.problem);
+    return nullptr;
+  }
 
   void refuse(const std::string& id, size_t row, const std::string& reason) {
     bad.push_back({id, row, reason});
@@ -43,10 +59,19 @@ const char* published_as(Task task);
 std::vector<std::filesystem::path> find_files(const ItemSource& source,
                                               const std::vector<std::string>& patterns);
 
-/// Objects of a JSON array (.json), of a Parquet file's rows (.parquet; columns that hold neither
-/// text nor numbers nor lists of them are left out), or of a file with one a line. Throws
-/// std::runtime_error with file and line for text that is neither.
-std::vector<nlohmann::json> read_rows(const std::filesystem::path& path);
+/// Rows of a JSON array (.json), of a Parquet file (.parquet; columns that hold neither text nor
+/// numbers nor lists of them are left out), or of a file with one object a line. Lines and elements
+/// that are no object are marked. Throws std::runtime_error, with file and line, for a .json file
+/// that is no array.
+std::vector<DataRow> read_rows(const std::filesystem::path& path);
+
+/// The JSON value of a text. Throws std::runtime_error, `place:line: message`, for text that is not
+/// UTF-8 or not JSON; its first line is number `first_line`.
+nlohmann::json parse_json(std::string_view text, const std::string& place, size_t first_line = 1);
+
+/// What is wrong with the first of these keys that holds a list or map instead of a text or number;
+/// empty: nothing.
+std::string kind_problem(const nlohmann::json& row, std::initializer_list<const char*> keys);
 
 /// Text of a key: a string as it is, a number in decimal; empty for null and where the key is
 /// missing.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fstream>
 #include <map>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 
@@ -218,35 +219,85 @@ std::vector<Json> read_parquet_rows(const fs::path& path) {
 
 }  // namespace
 
-std::vector<Json> read_rows(const fs::path& path) {
-  if (path.extension() == ".parquet") return read_parquet_rows(path);
+Json parse_json(std::string_view text, const std::string& place, size_t first_line) {
+  const auto fail = [&](size_t byte, const std::string& what) {
+    const std::string_view before = text.substr(0, byte);
+    const size_t line_begin = before.rfind('\n') + 1;  // npos + 1 is 0
+    const auto lines = static_cast<size_t>(std::count(before.begin(), before.end(), '\n'));
+    throw std::runtime_error(place + ":" + std::to_string(first_line + lines) + ": " + what +
+                             " at byte " + std::to_string(before.size() - line_begin + 1) +
+                             " of the line");
+  };
+  if (const size_t invalid = find_invalid_utf8(text); invalid != std::string_view::npos)
+    fail(invalid, "not UTF-8");
+  try {
+    return Json::parse(text);
+  } catch (const Json::parse_error& error) {
+    // The library's text is "[...] parse error at line 1, column 18: message".
+    std::string what = error.what();
+    if (const size_t column = what.find(", column "); column != std::string::npos)
+      what = what.substr(std::min(what.size(), what.find(": ", column) + 2));
+    fail(std::max<size_t>(error.byte, 1) - 1, "not JSON: " + what);
+  }
+  throw std::logic_error("parse_json: unreachable");
+}
+
+namespace {
+
+std::string kind_name(const Json& value) {
+  if (value.is_null()) return "null";
+  if (value.is_array()) return "a list";
+  if (value.is_object()) return "a map";
+  return value.is_string() ? "a text" : value.is_number() ? "a number" : "true or false";
+}
+
+}  // namespace
+
+std::string kind_problem(const Json& row, std::initializer_list<const char*> keys) {
+  for (const char* key : keys) {
+    const auto found = row.find(key);
+    if (found != row.end() && found->is_structured())
+      return std::string("its ") + key + " is " + kind_name(*found) + ", expected a text or number";
+  }
+  return "";
+}
+
+std::vector<DataRow> read_rows(const fs::path& path) {
+  std::vector<DataRow> rows;
+  if (path.extension() == ".parquet") {
+    for (Json& row : read_parquet_rows(path)) rows.push_back({std::move(row), ""});
+    return rows;
+  }
   std::ifstream file(path, std::ios::binary);
   if (!file) throw std::runtime_error(path.string() + ": cannot be read");
-  std::vector<Json> rows;
+  const auto add = [&](Json value, const std::string& place) {
+    DataRow row;
+    if (value.is_object()) {
+      row.value = std::move(value);
+    } else {
+      row.problem = place + ": expected an object, got " + kind_name(value);
+    }
+    rows.push_back(std::move(row));
+  };
   if (path.extension() == ".json") {
-    try {
-      Json array = Json::parse(file);
-      if (!array.is_array())
-        throw std::runtime_error(path.string() + ": expected an array of objects");
-      for (Json& row : array) rows.push_back(std::move(row));
-    } catch (const Json::parse_error& error) {
-      throw std::runtime_error(path.string() + ": not JSON: " + error.what());
+    const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+    Json array = parse_json(text, path.string());
+    if (!array.is_array()) {
+      throw std::runtime_error(path.string() + ": expected an array of objects, got " +
+                               kind_name(array));
     }
-  } else {
-    std::string line;
-    for (size_t number = 1; std::getline(file, line); ++number) {
-      if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
-      try {
-        rows.push_back(Json::parse(line));
-      } catch (const Json::parse_error& error) {
-        throw std::runtime_error(path.string() + ":" + std::to_string(number) +
-                                 ": not JSON: " + error.what());
-      }
-    }
+    for (Json& row : array)
+      add(std::move(row), path.string() + ": element " + std::to_string(rows.size()));
+    return rows;
   }
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (!rows[i].is_object())
-      throw std::runtime_error(path.string() + ": row " + std::to_string(i) + " is no object");
+  std::string line;
+  for (size_t number = 1; std::getline(file, line); ++number) {
+    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    try {
+      add(parse_json(line, path.string(), number), path.string() + ":" + std::to_string(number));
+    } catch (const std::runtime_error& error) {
+      rows.push_back({Json(), error.what()});
+    }
   }
   return rows;
 }
@@ -303,6 +354,14 @@ ItemSet load_items(const ItemSource& source) {
       if (source.per_category && in_category[item->category]++ >= *source.per_category) continue;
       set.items.push_back(*item);
     }
+  }
+  const auto equal = std::count_if(set.items.begin(), set.items.end(), [](const Item& item) {
+    const std::set<std::string_view> different(item.options.begin(), item.options.end());
+    return different.size() < item.options.size();
+  });
+  if (equal > 0) {
+    set.warnings.push_back("two options or more are equal in " + std::to_string(equal) + " of " +
+                           std::to_string(set.items.size()) + " items");
   }
   set.description = source.path.string() + ": " + std::to_string(set.items.size()) + " of " +
                     std::to_string(of_level.size()) + " items" +

@@ -63,17 +63,20 @@ struct ItemSet {
 ///   category, cot_content; a folder with <split> in one of these forms (data/test-*.parquet as the
 ///   hub has it). Options "N/A" are fillers and are dropped.
 /// - GPQA: gpqa_<split>.csv (or any .csv) with the authors' column names; options are the correct
-///   answer, then the three wrong ones. A row whose quotes are broken is a bad item.
+///   answer, then the three wrong ones.
 /// - MATH: .json or .jsonl with problem, solution, level ("Level 5" or 5), type or subject, and
 ///   answer or a \boxed{} in the solution; a folder <split>.jsonl, <split>/<subject>/<number>.json,
 ///   MATH/<split>/<subject>/<number>.json, or <subject>/<split>-*.parquet as the hub has it.
 /// - GSM8K: .jsonl or .parquet with question and answer, the result behind "####"; a folder with
 ///   <split>.jsonl or main/<split>-*.parquet.
-/// A folder may also be one of the hub cache (datasets--ORG--NAME).
+/// A folder may also be one of the hub cache (datasets--ORG--NAME). Rows that cannot be read are
+/// bad items: CSV with broken quotes, lines that are not UTF-8, not JSON or no object. So are keys
+/// that hold a list where a text belongs, and, where a level is asked for, problems that state
+/// none.
 ///
 /// Throws std::invalid_argument for a wrong selection and std::runtime_error for missing files
-/// (naming the layouts that were looked for), text that is no JSON or CSV (file and line), and a
-/// file without one good item.
+/// (naming the layouts that were looked for), files that are no CSV or JSON array (file and line),
+/// a CSV column that occurs twice, and a file without one good item.
 ItemSet load_items(const ItemSource& source);
 
 }  // namespace replayeval

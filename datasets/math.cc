@@ -21,13 +21,27 @@ int level_of(const Json& row) {
   return text.size() == 1 && text[0] >= '1' && text[0] <= '5' ? text[0] - '0' : 0;
 }
 
-void add_problem(const Json& row, const std::string& id, RawItems* raw) {
+// With a level asked for, a problem must say its own.
+void add_problem(const DataRow& read, const std::string& id, bool needs_level, RawItems* raw) {
+  const Json* const object = raw->take(read);
+  if (object == nullptr) return;
+  const Json& row = *object;
   Item item;
-  item.row = raw->rows++;
+  item.row = raw->rows - 1;
   item.task = task_name(Task::kMath);
   item.id = id.empty() ? std::to_string(item.row) : id;
-  item.category = text_of(row, row.contains("type") ? "type" : "subject");
+  std::string problem =
+      kind_problem(row, {"problem", "solution", "answer", "level", "type", "subject"});
   item.level = level_of(row);
+  if (problem.empty() && needs_level && item.level == 0) {
+    const std::string level = text_of(row, "level");
+    problem = level.empty() ? "it has no level" : "its level is '" + level + "', expected 1 to 5";
+  }
+  if (!problem.empty()) {
+    raw->refuse(item.id, item.row, problem);
+    return;
+  }
+  item.category = text_of(row, row.contains("type") ? "type" : "subject");
   item.question = text_of(row, "problem");
   item.solution = text_of(row, "solution");
   item.gold = text_of(row, "answer");
@@ -35,6 +49,20 @@ void add_problem(const Json& row, const std::string& id, RawItems* raw) {
     if (auto boxed = last_boxed(item.solution)) item.gold = std::move(boxed->content);
   }
   raw->add(std::move(item));
+}
+
+// A file with one problem.
+DataRow read_problem(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  if (!file) return {Json(), path.string() + ": cannot be read"};
+  try {
+    Json value = parse_json(text, path.string());
+    if (!value.is_object()) return {Json(), path.string() + ": expected an object"};
+    return {std::move(value), ""};
+  } catch (const std::runtime_error& error) {
+    return {Json(), error.what()};
+  }
 }
 
 // <subject>/<number>.json below a split's folder, by subject, then by number.
@@ -74,15 +102,9 @@ RawItems read_math(const ItemSource& source) {
     if (!fs::is_directory(folder)) continue;
     raw.files = problem_files(folder);
     for (const fs::path& path : raw.files) {
-      std::ifstream file(path, std::ios::binary);
-      try {
-        add_problem(
-            Json::parse(file),
-            split + "/" + path.parent_path().filename().string() + "/" + path.filename().string(),
-            &raw);
-      } catch (const Json::exception& error) {
-        throw std::runtime_error(path.string() + ": not the JSON of a problem: " + error.what());
-      }
+      const std::string id =
+          split + "/" + path.parent_path().filename().string() + "/" + path.filename().string();
+      add_problem(read_problem(path), id, source.level.has_value(), &raw);
     }
     if (!raw.files.empty()) return raw;
   }
@@ -97,11 +119,11 @@ RawItems read_math(const ItemSource& source) {
     const bool of_subject = raw.files.size() > 1 && file.extension() == ".parquet";
     const std::string subject = split + "/" + file.parent_path().filename().string() + "/";
     size_t number = 0;
-    for (const Json& row : read_rows(file)) {
-      std::string id = text_of(row, "unique_id");
+    for (const DataRow& row : read_rows(file)) {
+      std::string id = text_of(row.value, "unique_id");
       if (id.empty() && of_subject) id = subject + std::to_string(number);
       ++number;
-      add_problem(row, id, &raw);
+      add_problem(row, id, source.level.has_value(), &raw);
     }
   }
   return raw;

@@ -282,6 +282,118 @@ TEST_CASE("MATH rows and folders") {
                        doctest::Contains("MATH/test/*/*.json"), std::runtime_error);
 }
 
+// Each bad item as "id: reason", with the part of the reason up to the file's name left out.
+Strings bad_of(const ItemSet& set, const std::string& file) {
+  Strings bad;
+  for (const BadItem& item : set.bad) {
+    const size_t name = item.reason.find(file);
+    bad.push_back(item.id + ": " + item.reason.substr(name == std::string::npos ? 0 : name));
+  }
+  return bad;
+}
+
+TEST_CASE("lines that are no JSON object are bad items, and those behind them are read") {
+  TemporaryFolder folder;
+  const std::string good = R"("answer": "1", "options": ["a", "1"], "category": "c"})";
+  folder.write("test.jsonl", "{\"problem\": \"p0\", " + good +
+                                 "\n\n"
+                                 "{\"problem\": \"p1\", \n"
+                                 "[1, 2]\n"
+                                 "7\n"
+                                 "{\"problem\": \"\xC3(\", \"answer\": \"1\"}\n"
+                                 "{\"problem\": \"p5\", \"answer\": [1]}\n"
+                                 "{\"problem\": {\"a\": 1}, \"answer\": 1}\n"
+                                 "{\"problem\": \"p7\", \"answer\": 1}\n");
+  const ItemSet set = load_items(source_of(Task::kMath, folder.path()));
+  CHECK(ids_of(set) == Strings{"0", "7"});
+  CHECK(set.rows == 8);
+  const Strings bad = bad_of(set, "test.jsonl");
+  REQUIRE(bad.size() == 6);
+  CHECK(bad[0].starts_with("row 1: test.jsonl:3: not JSON: syntax error while parsing"));
+  CHECK(bad[0].ends_with(" at byte 19 of the line"));
+  CHECK(bad[0].find("line 1") == std::string::npos);
+  CHECK(bad[1] == "row 2: test.jsonl:4: expected an object, got a list");
+  CHECK(bad[2] == "row 3: test.jsonl:5: expected an object, got a number");
+  CHECK(bad[3] == "row 4: test.jsonl:6: not UTF-8 at byte 14 of the line");
+  CHECK(bad[4] == "5: its answer is a list, expected a text or number");
+  CHECK(bad[5] == "6: its problem is a map, expected a text or number");
+  for (const Task task : {Task::kMmluPro, Task::kGsm8k}) {
+    folder.write("test.jsonl",
+                 "{\"question\": \"q\", \"answer\": \"A\", \"options\": [\"a\"]}\n"
+                 "{\"question\": \"q\", \"answer\": \"#### 1\"}\n"
+                 "{\"question\": \"q\", \"answer\": [\"A\"], \"options\": [\"a\"]}\n"
+                 "nothing\n"
+                 "{\"question\": \"q\", \"answer\": \"A\", \"options\": [\"a\", [\"b\"]]}\n");
+    const ItemSet other = load_items(source_of(task, folder.path()));
+    CAPTURE(task_name(task));
+    CHECK(ids_of(other) == Strings{task == Task::kMmluPro ? "0" : "1"});
+    const Strings reasons = bad_of(other, "test.jsonl");
+    REQUIRE(reasons.size() == 4);
+    CHECK(reasons[1] == "2: its answer is a list, expected a text or number");
+    CHECK(reasons[2].starts_with("row 3: test.jsonl:4: not JSON: "));
+    CHECK(reasons[3] == (task == Task::kMmluPro ? "4: its option 1 (from 0) is no text or number"
+                                                : "4: it has no answer"));
+  }
+  // An array that breaks off has no rows; one with another element has.
+  folder.write("a.json", "[{\"problem\": \"p\", \"answer\": 1},\n 5]");
+  const ItemSet array = load_items(source_of(Task::kMath, folder.path() / "a.json"));
+  CHECK(array.items.size() == 1);
+  CHECK(bad_of(array, "a.json") ==
+        Strings{"row 1: a.json: element 1: expected an object, got a number"});
+  folder.write("a.json", "[{\"problem\": \"p\", \"answer\": 1},\n {\"problem\"");
+  CHECK_THROWS_WITH_AS(load_items(source_of(Task::kMath, folder.path() / "a.json")),
+                       doctest::Contains("a.json:2: not JSON: syntax error"), std::runtime_error);
+  folder.write("b/test/algebra/1.json", R"({"problem": "p", "answer": 1})");
+  folder.write("b/test/algebra/2.json", "{\n\"problem\": \n}");
+  folder.write("b/test/algebra/3.json", "[]");
+  const ItemSet files = load_items(source_of(Task::kMath, folder.path() / "b"));
+  CHECK(ids_of(files) == Strings{"test/algebra/1.json"});
+  REQUIRE(files.bad.size() == 2);
+  CHECK(files.bad[0].reason.find("algebra/2.json:3: not JSON: ") != std::string::npos);
+  CHECK(files.bad[1].reason.find("algebra/3.json: expected an object") != std::string::npos);
+}
+
+TEST_CASE("MATH problems without a level are bad items where a level is asked for") {
+  TemporaryFolder folder;
+  folder.write("test.jsonl",
+               "{\"problem\": \"p0\", \"answer\": \"1\", \"level\": \"Level 5\"}\n"
+               "{\"problem\": \"p1\", \"answer\": \"1\"}\n"
+               "{\"problem\": \"p2\", \"answer\": \"1\", \"level\": \"Level ?\"}\n"
+               "{\"problem\": \"p3\", \"answer\": \"1\", \"level\": null}\n"
+               "{\"problem\": \"p4\", \"answer\": \"1\", \"level\": 4}\n");
+  ItemSource source = source_of(Task::kMath, folder.path());
+  ItemSet set = load_items(source);
+  CHECK(set.items.size() == 5);
+  CHECK(set.bad.empty());
+  source.level = 5;
+  set = load_items(source);
+  CHECK(ids_of(set) == Strings{"0"});
+  CHECK(bad_of(set, "test.jsonl") == Strings{"1: it has no level",
+                                             "2: its level is 'Level ?', expected 1 to 5",
+                                             "3: it has no level"});
+  CHECK(set.description.find("1 of 1 items of level 5, 3 unusable") != std::string::npos);
+}
+
+TEST_CASE("GPQA columns that occur twice, and equal options") {
+  TemporaryFolder folder;
+  const std::string header =
+      "Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3";
+  const ItemSource source = source_of(Task::kGpqa, folder.path(), "main");
+  folder.write("gpqa_main.csv", header + ",Question\nq,a,b,c,d,other\n");
+  CHECK_THROWS_WITH_AS(
+      load_items(source),
+      doctest::Contains("gpqa_main.csv:1: two columns are called 'Question'; expected one"),
+      std::runtime_error);
+  // Columns that are not read may be called what they like.
+  folder.write("gpqa_main.csv", header + ",x,x\nq,a,b,b,d,1,2\nr,a,b,c,d,1,2\ns,a,b,c,a,1,2\n");
+  ItemSource unpublished = source;
+  unpublished.published = false;
+  CHECK(load_items(unpublished).warnings ==
+        Strings{"two options or more are equal in 2 of 3 items"});
+  unpublished.ids = {"row 1"};
+  CHECK(load_items(unpublished).warnings.empty());
+}
+
 TEST_CASE("GSM8K rows") {
   TemporaryFolder folder;
   folder.write(

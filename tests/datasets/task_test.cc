@@ -550,6 +550,12 @@ TEST_CASE("GSM8K: shots from the training split") {
   CHECK(grade_answer(task, item, "It is $1234.").rule == "gsm8k_flexible");
   CHECK(grade_answer(task, item, "It is $1234.").correct);
   CHECK_FALSE(grade_answer(task, item, "#### 1235 1234").correct);
+  folder.write("train.jsonl", "broken\n" + train);
+  const PromptSet other = load_prompts(task, 1);
+  CHECK(other.items.at(0).prompt == item.prompt);
+  CHECK(std::any_of(other.warnings.begin(), other.warnings.end(), [](const std::string& warning) {
+    return warning.starts_with("shots: 1 unusable items are passed over; the first, row 0: ");
+  }));
   folder.write("train.jsonl", "{\"question\": \"q0\", \"answer\": \"#### 0\"}\n");
   CHECK_THROWS_WITH_AS(load_prompts(task, 1), "task gsm8k: expected 5 shots in split train, got 1",
                        std::invalid_argument);
