@@ -1592,7 +1592,16 @@ Report RunFolder::fullest_report(std::string* kept) const {
   kept->clear();
   Report report = this->report();
   const fs::path file = state_->path / "report.h5";
-  if (!fs::exists(file) || (missing().empty() && missing_answers().empty())) return report;
+  if (!fs::exists(file)) return report;
+  if (missing().empty() && missing_answers().empty()) {
+    // Only the report says when the run ended.
+    try {
+      report.run.finished = read_report(file).run.finished;
+    } catch (const std::runtime_error&) {
+      report.run.finished.clear();
+    }
+    return report;
+  }
   Report stored;
   try {
     stored = read_report(file);

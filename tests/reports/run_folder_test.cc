@@ -142,6 +142,7 @@ TEST_CASE("parts written are read back, assembled and loaded equal") {
   CHECK(loaded.find_state("nvfp4") == -1);
   CHECK(loaded.baseline() == 0);
   CHECK(figures_differ(report, load_report(place / "run")) == "");
+  CHECK(load_report(place / "run").run.finished == "2026-11-29T19:00:00Z");
 }
 
 TEST_CASE("equal figures give equal bytes, whenever they are written") {
