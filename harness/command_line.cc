@@ -65,7 +65,7 @@ struct RunArguments {
   std::vector<std::string> experiment;  // the file, then key=value
   std::vector<std::string> settings;
   std::string out;
-  std::string shard;
+  std::string shard = "1/1";
   RunOptions options;
 };
 
@@ -80,18 +80,17 @@ int run(RunArguments arguments) {
     arguments.settings.push_back(arguments.experiment[i]);
   Experiment experiment = load_experiment(arguments.experiment.at(0), arguments.settings);
   if (!arguments.out.empty()) experiment.out = arguments.out;
-  if (!arguments.shard.empty()) {
-    const size_t slash = arguments.shard.find('/');
-    const int shard =
-        slash == std::string::npos ? -1 : parse_whole(arguments.shard.substr(0, slash));
-    const int shards =
-        slash == std::string::npos ? -1 : parse_whole(arguments.shard.substr(slash + 1));
-    if (shard < 1 || shards < shard) {
-      reject("--shard: expected i/n with 1 <= i <= n, such as 2/4, got '" + arguments.shard + "'");
-    }
-    arguments.options.shard = shard - 1;
-    arguments.options.shards = shards;
+  constexpr int kMostShards = 4096;
+  const size_t slash = arguments.shard.find('/');
+  const int shard = slash == std::string::npos ? -1 : parse_whole(arguments.shard.substr(0, slash));
+  const int shards =
+      slash == std::string::npos ? -1 : parse_whole(arguments.shard.substr(slash + 1));
+  if (shard < 1 || shards < shard || shards > kMostShards) {
+    reject("--shard: expected i/n with 1 <= i <= n <= " + std::to_string(kMostShards) +
+           ", such as 2/4, got '" + arguments.shard + "'");
   }
+  arguments.options.shard = shard - 1;
+  arguments.options.shards = shards;
   install_stop_signals();
   return experiment.job == "score" ? run_score(experiment, arguments.options)
                                    : run_teacher_forced(experiment, arguments.options);
@@ -350,9 +349,10 @@ int parse_and_run(int argc, const char* const* argv) {
   compare_app->add_option("base", compare_arguments.base, "run folder or report.h5")->required();
   compare_app->add_option("candidate", compare_arguments.candidate, "run folder or report.h5")
       ->required();
-  compare_app->add_option("--gate", compare_arguments.gate,
-                          "gate file: limits that the candidate must keep. Documents, positions and "
-                          "answers that a limit is about and one run lacks are an error");
+  compare_app->add_option(
+      "--gate", compare_arguments.gate,
+      "gate file: limits that the candidate must keep. Documents, positions and "
+      "answers that a limit is about and one run lacks are an error");
   compare_app
       ->add_option("--pair", compare_arguments.pairs,
                    "A=B: compare state A of the base with state B of the candidate (repeatable)")

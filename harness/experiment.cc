@@ -918,6 +918,16 @@ void check_together(const Experiment& e, const KeyCollector& keys) {
     }
     return;
   }
+  // A resolved text without a sweep holds both keys, at their defaults.
+  const Entry* const over = keys.find("sweep.over");
+  const Entry* const keep = keys.find("sweep.keep");
+  const bool resolved = over != nullptr && keep != nullptr && e.sweep.over == Sweep().over &&
+                        e.sweep.keep == Sweep().keep;
+  if (!e.sweep.state && (over != nullptr || keep != nullptr) && !resolved) {
+    complain(over != nullptr ? "sweep.over" : "sweep.keep",
+             "got no sweep.state; expected the state precision that the sweep tries, such as "
+             "sweep: {state: nvfp4+sr, over: layers}");
+  }
   if (e.data_answers) {
     const auto refuse = [&](std::string_view key, const std::string& why) {
       complain(key, why + "; expected no such key with data.kind answers");

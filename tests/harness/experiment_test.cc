@@ -68,6 +68,38 @@ std::vector<std::string> names(const std::vector<StatePrecision>& states) {
   return list;
 }
 
+TEST_CASE("a sweep without a state is refused, but for a resolved text") {
+  const Folder folder;
+  const std::string file = folder.write("small.yaml", minimal());
+  CHECK(error_of(file, {"sweep={over: layers}"}).find("sweep.over: got no sweep.state; expected") !=
+        std::string::npos);
+  CHECK(error_of(file, {"sweep.keep=both"}).find("sweep.keep: got no sweep.state; expected") !=
+        std::string::npos);
+  CHECK(
+      error_of(file, {"sweep={over: heads, keep: only}"}).find("sweep.over: got no sweep.state") !=
+      std::string::npos);
+  CHECK(error_of(file, {"sweep={over: layers, state: nvfp4}"}) == "(no error)");
+  const std::string resolved = resolved_text(load_experiment(file));
+  CHECK(resolved.find("sweep:") != std::string::npos);
+  CHECK(error_of(folder.write("resolved.yaml", resolved)) == "(no error)");
+}
+
+TEST_CASE("shards that make no sense are refused") {
+  const Folder folder;
+  const std::string file = folder.write("small.yaml", minimal());
+  const std::string out = folder / "out";
+  const auto code = [&](const char* shard) {
+    const char* const arguments[] = {"replayeval", "run",     file.c_str(), "--out",
+                                     out.c_str(),  "--shard", shard,        "--dry-run"};
+    return run_command_line(8, arguments);
+  };
+  for (const char* shard : {"", "0/2", "3/2", "1/100000", "1/4097", "1", "a/b", "1/2/3"}) {
+    CAPTURE(std::string(shard));
+    CHECK(code(shard) == 2);
+  }
+  CHECK(code("1/4096") == 0);
+}
+
 TEST_CASE("a minimal experiment gets the defaults of the table") {
   const Folder folder;
   const Experiment e = load_experiment(folder.write("small.yaml", minimal()));
