@@ -611,7 +611,10 @@ std::unique_ptr<Tokenizer> load_sentencepiece(const std::filesystem::path& file,
   try {
     return std::make_unique<SentencePieceTokenizer>(bytes.str(), use_library);
   } catch (const std::exception& error) {
-    throw std::runtime_error(file.string() + ": " + error.what());
+    throw std::runtime_error(file.string() +
+                             ": expected a SentencePiece model, or a tokenizer.json under a name "
+                             "that ends in .json; read as the former: " +
+                             error.what());
   }
 }
 

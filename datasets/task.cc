@@ -380,8 +380,12 @@ void read_answer(const Reader& reader, const YAML::Node& node, TaskSpec* task) {
 
 YAML::Node parse_yaml(const fs::path& file, const Reader& reader) {
   std::ifstream stream(file, std::ios::binary);
-  if (!stream || fs::is_directory(file))
-    throw std::runtime_error(file.string() + ": cannot be read");
+  if (fs::is_directory(file)) {
+    throw std::runtime_error(file.string() +
+                             ": is a folder; expected a task file (.yaml), or the name of one in " +
+                             kTaskFolder);
+  }
+  if (!stream) throw std::runtime_error(file.string() + ": cannot be read");
   const std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
   try {
     return YAML::Load(text);

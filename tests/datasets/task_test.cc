@@ -166,6 +166,11 @@ TEST_CASE("task files are read strictly") {
 
   CHECK_THROWS_WITH_AS(load_task("/nowhere/t.yaml"), "/nowhere/t.yaml: cannot be read",
                        std::runtime_error);
+  TemporaryFolder is_folder;
+  CHECK_THROWS_WITH_AS(load_task(is_folder.path()),
+                       doctest::Contains(": is a folder; expected a task file (.yaml), or the name "
+                                         "of one in eval_configs/tasks"),
+                       std::runtime_error);
   CHECK_THROWS_WITH_AS(load_task("no-such-task"),
                        doctest::Contains("task 'no-such-task': there is no "
                                          "eval_configs/tasks/no-such-task.yaml"),

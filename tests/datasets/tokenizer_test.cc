@@ -494,6 +494,12 @@ TEST_CASE("wrong tokenizers and texts are refused with place and reason") {
   folder.write("cut.model", std::string("\x0A\x10\x0A\x02", 4));
   CHECK_THROWS_WITH_AS(load_tokenizer(folder.path() / "cut.model"),
                        doctest::Contains("the file ends inside a field"), std::runtime_error);
+  folder.write("passwd", "root:x:0:0:root:/root:/bin/bash\n");
+  CHECK_THROWS_WITH_AS(
+      load_tokenizer(folder.path() / "passwd"),
+      doctest::Contains("passwd: expected a SentencePiece model, or a tokenizer.json under a name "
+                        "that ends in .json; read as the former: "),
+      std::runtime_error);
 
   const auto tokenizer = load_json(folder, small_tokenizer());
   const auto mini = load_tokenizer(mini_model());
