@@ -156,6 +156,29 @@ std::vector<Pair> pair_states(const Report& base, const Report& candidate,
   return pairs;
 }
 
+/// One line for the states of each run that no pair holds.
+std::vector<std::string> unpaired_states(const Report& base, const Report& candidate,
+                                         const std::vector<Pair>& pairs) {
+  std::set<int> in_base, in_candidate;
+  for (const Pair& pair : pairs) {
+    in_base.insert(pair.base);
+    in_candidate.insert(pair.candidate);
+  }
+  std::vector<std::string> lines;
+  const auto add = [&](const char* side, const Report& report, const std::set<int>& paired) {
+    std::string names;
+    for (size_t s = 0; s < report.states.size(); ++s) {
+      if (!paired.contains(static_cast<int>(s)))
+        names += (names.empty() ? "" : ", ") + report.states[s].info.name;
+    }
+    if (!names.empty())
+      lines.push_back(std::string("only the ") + side + " run has " + names + " (--pair A=B)");
+  };
+  add("base", base, in_base);
+  add("candidate", candidate, in_candidate);
+  return lines;
+}
+
 // ---- positions ----
 
 struct Range {
@@ -820,6 +843,7 @@ Table pair_table(const Report& base, const Report& candidate, const std::vector<
                 "top-1 change/points [95 %]",
                 "non-finite"};
   const auto documents = common_documents(base, candidate);
+  table.notes = unpaired_states(base, candidate, pairs);
   for (const Pair& pair : pairs) {
     const Series a{&base, &base.states[static_cast<size_t>(pair.base)]};
     const Series b{&candidate, &candidate.states[static_cast<size_t>(pair.candidate)]};
@@ -883,6 +907,7 @@ Table answer_table(const Report& base, const Report& candidate, const std::vecto
   table.left = {1};
   std::set<std::string> tasks;
   for (const ItemInfo& item : candidate.items) tasks.insert(item.task);
+  table.notes = unpaired_states(base, candidate, pairs);
   for (const Pair& pair : pairs) {
     const Series a{&base, &base.states[static_cast<size_t>(pair.base)]};
     const Series b{&candidate, &candidate.states[static_cast<size_t>(pair.candidate)]};

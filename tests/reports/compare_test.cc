@@ -401,6 +401,17 @@ TEST_CASE("answers that the base has and the candidate lacks are an error of any
   CHECK(message_of([&] { judged(a, a, "accuracy.gpqa[nvfp4+sr] >= 50"); }) == "");
 }
 
+TEST_CASE("states that one run alone has are named") {
+  const Report base = made_run(1, 2, 1, 2, 60);
+  Report candidate = base;
+  CHECK_FALSE(contains(comparison_text(compare(base, candidate, {}, nullptr)), "run has"));
+  candidate.states.back().info.name = "mine";
+  const std::string name = base.states.back().info.name;
+  const std::string text = comparison_text(compare(base, candidate, {}, nullptr));
+  CHECK(contains(text, "only the base run has " + name + " (--pair A=B)"));
+  CHECK(contains(text, "only the candidate run has mine (--pair A=B)"));
+}
+
 TEST_CASE("runs with nothing in common and unknown fields to allow are refused") {
   const Report whole = made_run(1, 2, 1, 2, 60);
   Report first = whole, second = whole;
