@@ -10,17 +10,12 @@
 #include <set>
 #include <stdexcept>
 
+#include "reports/text.h"
+
 namespace replayeval {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-template <class... Args>
-std::string format(const char* pattern, Args... args) {
-  char text[256];
-  std::snprintf(text, sizeof text, pattern, args...);
-  return text;
-}
 
 // ---- what must agree ----
 

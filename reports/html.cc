@@ -16,6 +16,7 @@
 #include "reports/bootstrap.h"
 #include "reports/flips.h"
 #include "reports/tables.h"
+#include "reports/text.h"
 
 // Files of this folder and plotly.js, embedded by page_files.S.
 extern "C" {
@@ -38,13 +39,6 @@ constexpr int64_t kFirstCell = 16;
 constexpr size_t kFlipsShown = 12;
 // Points of the exceedance curve a decade of probability.
 constexpr int kTailPoints = 24;
-
-template <class... Args>
-std::string format(const char* pattern, Args... args) {
-  char text[256];
-  std::snprintf(text, sizeof text, pattern, args...);
-  return text;
-}
 
 std::string escaped(const std::string& text) {
   std::string out;

@@ -8,18 +8,12 @@
 
 #include "reports/run_json.h"
 #include "reports/schema.h"
+#include "reports/text.h"
 
 namespace replayeval {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-template <class... Args>
-std::string format(const char* pattern, Args... args) {
-  char text[256];
-  std::snprintf(text, sizeof text, pattern, args...);
-  return text;
-}
 
 /// Characters shown, of UTF-8.
 size_t width_of(const std::string& text) {

@@ -16,8 +16,10 @@
 #include "reports/files.h"
 #include "reports/html.h"
 #include "reports/schema.h"
+#include "tests/support/text.h"
 
 using namespace replayeval;
+using namespace replayeval::test;
 namespace fs = std::filesystem;
 
 namespace {
@@ -44,10 +46,6 @@ class Folder {
  private:
   fs::path path_;
 };
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 GradeOptions import_of(std::vector<std::pair<fs::path, std::string>> files, const fs::path& out) {
   GradeOptions options;

@@ -12,26 +12,13 @@
 #include "reports/run_folder.h"
 #include "reports/schema.h"
 #include "tests/reports/sample_run.h"
+#include "tests/support/text.h"
 
 using namespace replayeval;
 using namespace replayeval::test;
 namespace fs = std::filesystem;
 
 namespace {
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-template <class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
-}
 
 void fill(const fs::path& path, const RunPlan& plan) {
   RunFolder folder = RunFolder::open(path, plan, OpenMode::resume);

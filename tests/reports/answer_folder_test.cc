@@ -21,26 +21,13 @@
 #include "reports/run_folder.h"
 #include "reports/schema.h"
 #include "tests/reports/sample_answers.h"
+#include "tests/support/text.h"
 
 using namespace replayeval;
 using namespace replayeval::test;
 namespace fs = std::filesystem;
 
 namespace {
-
-template <class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 std::vector<fs::path> part_files(const fs::path& folder) {
   std::vector<fs::path> files;

@@ -8,26 +8,13 @@
 #include "reports/files.h"
 #include "reports/schema.h"
 #include "tests/reports/sample_answers.h"
+#include "tests/support/text.h"
 
 using namespace replayeval;
 using namespace replayeval::test;
 namespace fs = std::filesystem;
 
 namespace {
-
-template <class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 /// One state over `count` items of mmlu_pro with ten options; `right(i)` says which are right.
 template <class Right>

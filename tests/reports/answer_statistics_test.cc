@@ -14,15 +14,12 @@
 #include "reports/hdf5_image.h"
 #include "reports/schema.h"
 #include "tests/reports/sample_answers.h"
+#include "tests/support/text.h"
 
 using namespace replayeval;
 using namespace replayeval::test;
 
 namespace {
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 /// Two states, `verdicts[state]` spells one answer an item: + right, - wrong, 0 no answer, x cut
 /// off. Item i of the baseline has 10 + i tokens. Levels alternate 1, 2; category a, then b.

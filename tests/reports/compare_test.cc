@@ -8,25 +8,12 @@
 
 #include "reports/schema.h"
 #include "tests/reports/sample_run.h"
+#include "tests/support/text.h"
 
 using namespace replayeval;
 using namespace replayeval::test;
 
 namespace {
-
-template <class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 double standard_normal(std::mt19937_64& random) {
   const double u = (static_cast<double>(random() >> 11) + 0.5) * 0x1p-53;

@@ -6,15 +6,12 @@
 
 #include "reports/tables.h"
 #include "tests/reports/sample_run.h"
+#include "tests/support/text.h"
 
 using namespace replayeval;
 using namespace replayeval::test;
 
 namespace {
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 size_t count(const std::string& text, const std::string& part) {
   size_t found = 0;

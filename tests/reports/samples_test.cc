@@ -10,16 +10,13 @@
 
 #include "reports/files.h"
 #include "tests/reports/sample_answers.h"
+#include "tests/support/text.h"
 
 using namespace replayeval;
 using namespace replayeval::test;
 namespace fs = std::filesystem;
 
 namespace {
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 std::vector<Sample> read_text(const std::string& text) {
   TemporaryFolder place("samples");

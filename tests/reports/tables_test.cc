@@ -8,15 +8,12 @@
 #include "reports/files.h"
 #include "reports/hdf5_image.h"
 #include "tests/reports/sample_run.h"
+#include "tests/support/text.h"
 
 using namespace replayeval;
 using namespace replayeval::test;
 
 namespace {
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 Report sample_report(std::vector<int64_t> tokens) {
   TemporaryFolder place("tables");
