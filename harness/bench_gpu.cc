@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "kernels/gpu_timing.h"
-#include "quant/state_format.h"
+#include "models/state_precision.h"
 
 namespace replayeval {
 namespace {
@@ -21,20 +21,27 @@ constexpr Shape kShapes[] = {
     {"gdn-h32", true, 32, 16, 128, 128},
 };
 
-StateCodec codec_of(const std::string& name) {
-  const bool stochastic = name.size() > 3 && name.ends_with("+sr");
-  return {find_format(stochastic ? name.substr(0, name.size() - 3) : name),
-          stochastic ? Rounding::stochastic : Rounding::nearest_even};
+HeadPlan plan_of(const std::string& name, int window) {
+  StateOptions options;
+  options.window = window;
+  options.seed = 1;
+  return head_plan(parse_state_precision(name, options));
 }
 
-HeadPlan plan_of(const std::string& name, int window) {
-  HeadPlan plan;
-  const size_t bar = name.find('/');
-  plan.recurrence = codec_of(name.substr(0, bar));
-  if (bar != std::string::npos) plan.read = codec_of(name.substr(bar + 1));
-  plan.window = window;
-  plan.seed = 1;
-  return plan;
+/// The layer of a shape, for a workload of decoding or of chunks.
+template <class Workload>
+Workload workload_of(const Shape& shape) {
+  Workload w;
+  w.is_gdn = shape.is_gdn;
+  w.mamba2.heads = shape.heads;
+  w.mamba2.groups = shape.groups;
+  w.mamba2.head_dim = shape.head_dim;
+  w.mamba2.state_dim = shape.state_dim;
+  w.gdn.value_heads = shape.heads;
+  w.gdn.key_heads = shape.groups;
+  w.gdn.value_dim = shape.head_dim;
+  w.gdn.key_dim = shape.state_dim;
+  return w;
 }
 
 }  // namespace
@@ -64,16 +71,7 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
     if (!wanted) continue;
     any = true;
     for (const std::string& state : states) {
-      DecodeWorkload w;
-      w.is_gdn = shape.is_gdn;
-      w.mamba2.heads = shape.heads;
-      w.mamba2.groups = shape.groups;
-      w.mamba2.head_dim = shape.head_dim;
-      w.mamba2.state_dim = shape.state_dim;
-      w.gdn.value_heads = shape.heads;
-      w.gdn.key_heads = shape.groups;
-      w.gdn.value_dim = shape.head_dim;
-      w.gdn.key_dim = shape.state_dim;
+      auto w = workload_of<DecodeWorkload>(shape);
       w.plan = plan_of(state, options.window);
       w.rows = options.rows;
       w.layers = options.layers;
@@ -123,16 +121,7 @@ int run_gpu_kernel_bench(std::FILE* out) {
   std::fprintf(out, "microseconds a token and layer, chunks of 512 tokens\n%-12s %-16s %3s %9s\n",
                "shape", "state", "L", "us");
   for (const Shape& shape : kShapes) {
-    ChunkWorkload w;
-    w.is_gdn = shape.is_gdn;
-    w.mamba2.heads = shape.heads;
-    w.mamba2.groups = shape.groups;
-    w.mamba2.head_dim = shape.head_dim;
-    w.mamba2.state_dim = shape.state_dim;
-    w.gdn.value_heads = shape.heads;
-    w.gdn.key_heads = shape.groups;
-    w.gdn.value_dim = shape.head_dim;
-    w.gdn.key_dim = shape.state_dim;
+    auto w = workload_of<ChunkWorkload>(shape);
     std::vector<HeadPlan> all;
     for (const auto& [name, window] : states) {
       w.plans = {plan_of(name, window)};
