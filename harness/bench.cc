@@ -249,7 +249,7 @@ JobTimes time_job(const Model& model, const Document& document,
   std::vector<RowSpec> rows{{baseline, document.stream, 0, 0}};
   for (const std::string& name : names)
     rows.push_back({parse_state_precision(name, defaults), document.stream, 0, 0});
-  StateSet states(model.spec(), model.options().compute, rows, baseline, KernelForm::fast);
+  StateSet states(model, rows, baseline, KernelForm::fast);
   JobTimes times;
   times.total = seconds_of([&] {
     for (int64_t first = 0; first < tokens; first += chunk) {

@@ -108,8 +108,7 @@ StateSet make_states(const Model& model, const CheckModelOptions& options, int w
   const StatePrecision precision = parse_state_precision(options.state, defaults);
   std::vector<RowSpec> rows(static_cast<size_t>(sequences));
   for (size_t r = 0; r < rows.size(); ++r) rows[r] = {precision, static_cast<uint32_t>(r), 0, 0};
-  return StateSet(model.spec(), options.compute, rows, parse_state_precision("fp32", defaults),
-                  options.kernels);
+  return StateSet(model, rows, parse_state_precision("fp32", defaults), options.kernels);
 }
 
 Pass run_pass(const Model& model, StateSet& states, const Reference& reference, int chunk) {

@@ -155,8 +155,7 @@ Generator::Generator(const Model& model, const Tokenizer& tokenizer,
     c.whole.row = c.prefix.row + 1;
     rows.insert(rows.end(), 2, RowSpec{precisions_[static_cast<size_t>(c.state)], 0, 1, 0});
   }
-  states_ = std::make_unique<StateSet>(model_.spec(), options_.compute, std::move(rows), baseline,
-                                       options_.kernels);
+  states_ = std::make_unique<StateSet>(model_, std::move(rows), baseline, options_.kernels);
   slots_.resize(static_cast<size_t>(options_.slots));
 }
 
@@ -168,8 +167,7 @@ bool Generator::shares_prompts() const {
 }
 
 void Generator::find_classes(const StatePrecision& baseline) {
-  StateSet pair(model_.spec(), options_.compute,
-                std::vector<RowSpec>(2, RowSpec{precisions_[0], 0, 1, 0}), baseline,
+  StateSet pair(model_, std::vector<RowSpec>(2, RowSpec{precisions_[0], 0, 1, 0}), baseline,
                 options_.kernels);
   for (size_t s = 0; s < precisions_.size(); ++s) {
     pair.reset(1, {precisions_[s], 0, 1, 0});
@@ -415,7 +413,6 @@ void Generator::step(std::vector<Piece>& pieces, const Sink& sink) {
 void Generator::choose(const std::vector<int>& rows, const std::vector<int64_t>& at,
                        const Hidden& hidden, const Sink& sink) {
   const int64_t vocabulary = model_.spec().vocabulary;
-  const int64_t width = hidden.hidden;
   const int64_t count = static_cast<int64_t>(rows.size());
   const int64_t slice =
       std::clamp<int64_t>(kLogitSliceBytes / (vocabulary * static_cast<int64_t>(sizeof(float))), 1,
@@ -424,13 +421,8 @@ void Generator::choose(const std::vector<int>& rows, const std::vector<int64_t>&
   std::vector<Choice> choices(rows.size());
   for (int64_t first = 0; first < count; first += slice) {
     const int64_t part = std::min(slice, count - first);
-    Hidden chosen;
-    chosen.hidden = hidden.hidden;
-    chosen.tokens = part;
-    for (int64_t i = first; i < first + part; ++i) {
-      const float* row = hidden.values.data() + at[static_cast<size_t>(i)] * width;
-      chosen.values.insert(chosen.values.end(), row, row + width);
-    }
+    const Hidden chosen =
+        hidden.select(std::span(at).subspan(static_cast<size_t>(first), static_cast<size_t>(part)));
     model_.lm_head(chosen, 0, part, logits.data());
 #pragma omp parallel for schedule(dynamic, 1) if (part > 1)
     for (int64_t i = 0; i < part; ++i) {

@@ -209,8 +209,7 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
     rows.push_back(
         {precisions_[static_cast<size_t>(s)], document.stream, prompt, experiment_.prefill_chunk});
   }
-  StateSet states(model_.spec(), experiment_.compute, rows, experiment_.baseline,
-                  experiment_.kernels);
+  StateSet states(model_, rows, experiment_.baseline, experiment_.kernels);
   const int row_count = states.rows();
   DocumentProgress at;
   at.figures.resize(static_cast<size_t>(row_count));

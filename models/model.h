@@ -15,6 +15,7 @@
 #include "kernels/dense.h"
 #include "kernels/elementwise.h"
 #include "kernels/state_row.h"
+#include "models/backend.h"
 #include "models/checkpoint.h"
 #include "models/config.h"
 
@@ -22,6 +23,9 @@ namespace replayeval {
 
 enum class ComputeType : uint8_t { fp32, bf16 };
 enum class DenseMode : uint8_t { invariant, fast };
+enum class Device : uint8_t { cpu, cuda };
+/// On a device: one product a row, whose shape and bits no other row changes, or one for all rows.
+enum class Products : uint8_t { per_row, together };
 /// Nemotron-H and others: does the one-token step clamp dt as the forward pass does (models.md
 /// section 2)?
 enum class DtClamp : uint8_t { forward, none };
@@ -49,6 +53,7 @@ struct Mamba2Spec {
   std::vector<float> conv_bias;           // empty: none
   std::vector<float> dt_bias;             // [heads]
   std::vector<float> a;                   // [heads], A = -exp(A_log)
+  std::vector<float> decay_log2;          // [heads], A log2(e); Model fills it in
   std::vector<float> d;                   // [heads]
   float dt_min = 0.0f;
   float dt_max = 0.0f;  // infinity: no upper clamp
@@ -159,6 +164,9 @@ struct ModelOptions {
   ComputeType compute = ComputeType::fp32;
   DenseMode dense = DenseMode::invariant;
   DtClamp dt_clamp = DtClamp::forward;
+  Device device = Device::cpu;
+  Products products = Products::per_row;
+  bool timed = false;  // wait for the device around each kind of work, for ForwardTimes
 };
 
 /// What a family file offers: does it take this config, and its layer stack. The specification's
@@ -187,11 +195,17 @@ struct Batch {
 };
 
 /// Final hidden states [tokens, hidden] FP32 after the last norm, rows concatenated as in the
-/// batch.
+/// batch, in the memory of the model's backend; the model must outlive them.
 struct Hidden {
-  std::vector<float> values;
+  Memory memory;
   int64_t tokens = 0;
   int hidden = 0;
+
+  float* data() const { return reinterpret_cast<float*>(memory.data()); }
+  /// The states of these tokens, in this order.
+  Hidden select(std::span<const int64_t> positions) const;
+  /// A copy on the host.
+  std::vector<float> values() const;
 };
 
 /// Called with the block's layer index (-1: embedding) and the residual stream [tokens, hidden]
@@ -209,6 +223,7 @@ class Model {
   const ModelSpec& spec() const;
   const ModelOptions& options() const;
   const Checkpoint& checkpoint() const;
+  Backend& backend() const;
 
   /// Runs the rows of `states` through the batch's tokens; every row keeps its state in its own
   /// precision. AdvanceMode::verify leaves the tokens uncommitted until StateSet::commit.
@@ -217,6 +232,8 @@ class Model {
 
   /// FP32 logits [count, vocabulary] of hidden states first .. first + count - 1 into `logits`.
   void lm_head(const Hidden& hidden, int64_t first, int64_t count, float* logits) const;
+  /// The same into memory of the backend.
+  void lm_head_into(const Hidden& hidden, int64_t first, int64_t count, float* logits) const;
 
  private:
   struct Implementation;

@@ -7,43 +7,73 @@
 
 namespace replayeval {
 
+namespace {
+
+std::vector<std::byte> saved(const Memory& memory, int first, int count, size_t size) {
+  std::vector<std::byte> bytes(static_cast<size_t>(count) * size);
+  if (!bytes.empty()) {
+    memory.backend()->download(bytes.data(), memory.data() + static_cast<size_t>(first) * size,
+                               bytes.size());
+  }
+  return bytes;
+}
+
+/// Reads an array of exactly memory's size into it.
+void read_into(ByteReader& reader, const Memory& memory) {
+  std::vector<std::byte> bytes(memory.bytes());
+  reader.array_of_equal_size(bytes);
+  memory.backend()->upload(memory.data(), bytes.data(), bytes.size());
+}
+
+}  // namespace
+
 void StateStore::save(int r, ByteWriter& writer) const {
   const Row& row = rows_[static_cast<size_t>(r)];
   writer.value(static_cast<uint8_t>(row.in_prompt));
   writer.array(row.pending);
-  writer.array(row.recurrence);
-  writer.array(row.read);
-  writer.array(row.memory);
-  writer.array(row.health);
+  for (const Memory* memory : {&row.recurrence, &row.read, &row.memory, &row.health}) {
+    writer.array(saved(*memory, 0, 1, memory->bytes()));
+  }
   writer.value(static_cast<int32_t>(row.records));
-  writer.array(row.channels);
-  writer.array(row.scalars);
-  writer.array(row.corrections);
-  writer.array(row.conv);
+  const auto values = [&](const Memory& memory, int first, int count, int width) {
+    writer.array(saved(memory, first, count, static_cast<size_t>(width) * sizeof(float)));
+  };
+  values(row.channels, row.ring_first, row.records, shape_.channels);
+  values(row.scalars, row.ring_first, row.records, shape_.scalars);
+  values(row.corrections, row.ring_first, row.records, shape_.corrections);
+  values(row.conv, row.conv_first, taps(), shape_.channels);
 }
 
 void StateStore::restore(int r, ByteReader& reader) {
   Row& row = rows_[static_cast<size_t>(r)];
   row.in_prompt = reader.value<uint8_t>() != 0;
   reader.array_of_equal_size(row.pending);
-  reader.array_of_equal_size(row.recurrence);
-  reader.array_of_equal_size(row.read);
-  reader.array_of_equal_size(row.memory);
-  reader.array_of_equal_size(row.health);
-  row.records = reader.value<int32_t>();
-  row.uncommitted = 0;
-  reader.array(row.channels);
-  reader.array(row.scalars);
-  reader.array(row.corrections);
-  reader.array(row.conv);
-  const size_t records = static_cast<size_t>(row.records);
-  if (row.records < 0 || row.channels.size() != records * static_cast<size_t>(shape_.channels) ||
-      row.scalars.size() != records * static_cast<size_t>(shape_.scalars) ||
-      row.corrections.size() != records * static_cast<size_t>(shape_.corrections)) {
-    throw std::runtime_error("saved state of layer " + std::to_string(shape_.layer) +
-                             ": the ring does not hold " + std::to_string(row.records) +
-                             " records of this layer's widths");
+  for (const Memory* memory : {&row.recurrence, &row.read, &row.memory, &row.health}) {
+    read_into(reader, *memory);
   }
+  const int32_t records = reader.value<int32_t>();
+  row.records = row.uncommitted = 0;
+  row.ring_first = row.conv_first = 0;
+  const auto values = [&](const Memory& memory, int count, int width) {
+    std::vector<std::byte> bytes;
+    reader.array(bytes);
+    if (bytes.size() != static_cast<size_t>(count) * static_cast<size_t>(width) * sizeof(float)) {
+      throw std::runtime_error("saved state of layer " + std::to_string(shape_.layer) +
+                               ": the ring does not hold " + std::to_string(records) +
+                               " records of this layer's widths");
+    }
+    if (!bytes.empty()) backend_->upload(memory.data(), bytes.data(), bytes.size());
+  };
+  if (records < 0 || records > 2 * kMaxWindow) {
+    throw std::runtime_error("saved state of layer " + std::to_string(shape_.layer) + ": " +
+                             std::to_string(records) + " records in the ring");
+  }
+  make_room(row, records, 0);
+  values(row.channels, records, shape_.channels);
+  values(row.scalars, records, shape_.scalars);
+  values(row.corrections, records, shape_.corrections);
+  values(row.conv, taps(), shape_.channels);
+  row.records = records;
 }
 
 std::vector<std::byte> StateSet::save() const {
@@ -58,7 +88,7 @@ std::vector<std::byte> StateSet::save() const {
   for (const auto& block : slots_) {
     for (const Slot& slot : block) {
       if (!slot.store) continue;
-      writer.array(slot.decay_sum);
+      writer.array(saved(slot.decay_sum, 0, 1, slot.decay_sum.bytes()));
       for (int r = 0; r < rows(); ++r) slot.store->save(r, writer);
     }
   }
@@ -71,9 +101,9 @@ void StateSet::restore(std::span<const std::byte> bytes) {
   reader.array_of_equal_size(positions);
   for (auto& block : slots_) {
     for (Slot& slot : block) {
-      for (KvCache& cache : slot.caches) cache.truncate(0);
+      for (int r = 0; slot.cache && r < rows(); ++r) slot.cache->truncate(r, 0);
       if (!slot.store) continue;
-      reader.array_of_equal_size(slot.decay_sum);
+      read_into(reader, slot.decay_sum);
       for (int r = 0; r < rows(); ++r) slot.store->restore(r, reader);
     }
   }
@@ -90,12 +120,12 @@ std::vector<std::byte> StateSet::save_cache(int r, int64_t first, int64_t end) c
   std::vector<uint16_t> narrow;
   for (const auto& block : slots_) {
     for (const Slot& slot : block) {
-      if (slot.caches.empty()) continue;
-      const KvCache& cache = slot.caches[static_cast<size_t>(r)];
+      if (!slot.cache) continue;
+      const KvStore& cache = *slot.cache;
       const size_t size = static_cast<size_t>((end - first) * cache.kv_heads() * cache.head_dim());
       k.resize(size);
       v.resize(size);
-      cache.read(first, end - first, k.data(), v.data());
+      cache.read(r, first, end - first, k.data(), v.data());
       for (const std::vector<float>* values : {&k, &v}) {
         if (cache.type() == KvType::fp32) {
           writer.array(*values);
@@ -122,12 +152,12 @@ void StateSet::append_cache(int r, std::span<const std::byte> bytes) {
   std::vector<uint16_t> narrow;
   for (auto& block : slots_) {
     for (Slot& slot : block) {
-      if (slot.caches.empty()) continue;
-      KvCache& cache = slot.caches[static_cast<size_t>(r)];
-      if (cache.length() != first || end < first) {
+      if (!slot.cache) continue;
+      KvStore& cache = *slot.cache;
+      if (cache.length(r) != first || end < first) {
         throw std::runtime_error("saved keys and values: positions " + std::to_string(first) +
                                  " to " + std::to_string(end) + ", expected the first at " +
-                                 std::to_string(cache.length()));
+                                 std::to_string(cache.length(r)));
       }
       const int64_t width = int64_t{cache.kv_heads()} * cache.head_dim();
       std::vector<float> k(static_cast<size_t>((end - first) * width)), v(k.size());
@@ -143,7 +173,7 @@ void StateSet::append_cache(int r, std::span<const std::byte> bytes) {
           std::memcpy(&(*values)[i], &bits, sizeof bits);
         }
       }
-      cache.append(k.data(), width, v.data(), width, end - first);
+      cache.append_host(r, k.data(), v.data(), end - first);
     }
   }
   if (!reader.at_end()) throw std::runtime_error("saved keys and values: bytes are left over");

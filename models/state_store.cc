@@ -48,19 +48,36 @@ size_t plan_bytes(const HeadPlan& plan, StateShape shape) {
          (plan.read ? packed_bytes(*plan.read->format, shape) : 0);
 }
 
-/// Keeps the last `keep` rows of `width` values of `source`, which holds `count` of them.
-void keep_tail(std::vector<float>& target, const float* source, int count, int keep, int width) {
-  target.resize(static_cast<size_t>(keep) * static_cast<size_t>(width));
-  if (target.empty()) return;
-  std::memcpy(target.data(), source + static_cast<int64_t>(count - keep) * width,
-              target.size() * sizeof(float));
+/// A copy of backend memory on the host (the memory itself where that is the host's), written back
+/// on request.
+class Staged {
+ public:
+  explicit Staged(const Memory& memory) : memory_(memory) {
+    if (memory.backend() == nullptr || !memory.backend()->on_device()) return;
+    copy_.resize(memory.bytes());
+    memory.backend()->download(copy_.data(), memory.data(), copy_.size());
+  }
+  std::byte* data() { return copy_.empty() ? memory_.data() : copy_.data(); }
+  void store() {
+    if (!copy_.empty()) memory_.backend()->upload(memory_.data(), copy_.data(), copy_.size());
+  }
+
+ private:
+  const Memory& memory_;
+  std::vector<std::byte> copy_;
+};
+
+std::vector<std::byte> bytes_of(const Memory& memory, size_t offset, size_t bytes) {
+  std::vector<std::byte> copy(bytes);
+  if (bytes > 0) memory.backend()->download(copy.data(), memory.data() + offset, bytes);
+  return copy;
 }
 
 }  // namespace
 
-StateStore::StateStore(const Shape& shape, std::span<const RowSpec> rows,
+StateStore::StateStore(Backend& backend, const Shape& shape, std::span<const RowSpec> rows,
                        const StatePrecision& baseline)
-    : shape_(shape), baseline_(baseline), rows_(rows.size()) {
+    : backend_(&backend), shape_(shape), baseline_(baseline), rows_(rows.size()) {
   for (size_t r = 0; r < rows.size(); ++r) reset(static_cast<int>(r), rows[r]);
 }
 
@@ -90,12 +107,9 @@ void StateStore::reset(int r, const RowSpec& spec) {
   };
   cover(row.plans);
   if (row.in_prompt) cover(row.prompt_plans);
-  row.recurrence.assign(heads * row.recurrence_stride, std::byte{0});
-  row.read.assign(heads * row.read_stride, std::byte{0});
-  row.memory.assign(heads * row.memory_stride, std::byte{0});
-  row.health.assign(heads, HeadHealth{});
   // The zero state is encoded like any other, so that every format's scales hold a legal value; it
   // counts nothing.
+  std::vector<std::byte> recurrence(heads * row.recurrence_stride), read(heads * row.read_stride);
   const std::vector<HeadPlan>& first = row.in_prompt ? row.prompt_plans : row.plans;
   const std::vector<float> zero(static_cast<size_t>(shape_.state.elements()), 0.0f);
   for (size_t h = 0; h < heads; ++h) {
@@ -103,14 +117,27 @@ void StateStore::reset(int r, const RowSpec& spec) {
     EncodeHealth ignored;
     std::vector<std::byte> memory(row.memory_stride);
     encode_head({plan.recurrence.format, Rounding::nearest_even}, shape_.state, zero.data(),
-                RandomKey{}, 0.0f, row.recurrence.data() + h * row.recurrence_stride, memory.data(),
+                RandomKey{}, 0.0f, recurrence.data() + h * row.recurrence_stride, memory.data(),
                 &ignored);
     if (plan.read) {
       encode_head({plan.read->format, Rounding::nearest_even}, shape_.state, zero.data(),
-                  RandomKey{}, 0.0f, row.read.data() + h * row.read_stride,
+                  RandomKey{}, 0.0f, read.data() + h * row.read_stride,
                   memory.data() + memory_bytes(*plan.recurrence.format, shape_.state), &ignored);
     }
   }
+  auto hold = [&](const std::vector<std::byte>& bytes) {
+    Memory memory(*backend_, bytes.size());
+    backend_->upload(memory.data(), bytes.data(), bytes.size());
+    return memory;
+  };
+  row.recurrence = hold(recurrence);
+  row.read = hold(read);
+  row.memory = hold(std::vector<std::byte>(heads * row.memory_stride));
+  const std::vector<HeadHealth> health(heads);
+  row.health = Memory(*backend_, heads * sizeof(HeadHealth));
+  backend_->upload(row.health.data(), health.data(), row.health.bytes());
+  make_conv_room(row, 0);
+  backend_->clear(row.conv.data(), row.conv.bytes());
 }
 
 bool StateStore::same_prompt(int a, int b) const {
@@ -134,16 +161,105 @@ void StateStore::copy_prompt(int from, int to) {
   for (size_t h = 0; h < static_cast<size_t>(shape_.heads); ++h) {
     const uint8_t plan = source.plan_of_head[h];
     const size_t bytes = packed_bytes(*source.prompt_plans[plan].recurrence.format, shape_.state);
-    std::memcpy(target.recurrence.data() + h * target.recurrence_stride,
-                source.recurrence.data() + h * source.recurrence_stride, bytes);
+    backend_->copy(target.recurrence.data() + h * target.recurrence_stride,
+                   source.recurrence.data() + h * source.recurrence_stride, bytes);
     target.pending[target.plan_of_head[h]] = source.pending[plan];
   }
-  target.health = source.health;
+  backend_->copy(target.health.data(), source.health.data(), source.health.bytes());
+  target.records = 0;
+  target.ring_first = target.conv_first = 0;
+  make_room(target, source.records, 0);
+  make_conv_room(target, 0);
   target.records = source.records;
-  target.channels = source.channels;
-  target.scalars = source.scalars;
-  target.corrections = source.corrections;
-  target.conv = source.conv;
+  const auto copy_values = [&](Memory& to, const Memory& from, int first, int count, int width) {
+    const size_t size = static_cast<size_t>(width) * sizeof(float);
+    backend_->copy(to.data(), from.data() + static_cast<size_t>(first) * size,
+                   static_cast<size_t>(count) * size);
+  };
+  copy_values(target.channels, source.channels, source.ring_first, source.records, shape_.channels);
+  copy_values(target.scalars, source.scalars, source.ring_first, source.records, shape_.scalars);
+  copy_values(target.corrections, source.corrections, source.ring_first, source.records,
+              shape_.corrections);
+  copy_values(target.conv, source.conv, source.conv_first, taps(), shape_.channels);
+}
+
+// Room for `records` of the ring with `tokens` after it. Records move to the front of the array, or
+// to a larger one; the array is never so small that the two places overlap.
+void StateStore::make_room(Row& row, int records, int tokens) {
+  if (row.ring_first + records + tokens <= row.ring_capacity) return;
+  const int held = std::min(row.records, records);
+  const int from = row.ring_first;
+  const bool grow = row.ring_capacity < 2 * records + tokens;
+  const int capacity = !grow         ? row.ring_capacity
+                       : tokens == 0 ? std::max(records, row.plans.front().window)
+                                     : std::max(2 * records + tokens, row.plans.front().window * 3);
+  const auto move = [&](Memory& memory, int width) {
+    const size_t size = static_cast<size_t>(width) * sizeof(float);
+    if (!grow) {
+      backend_->copy(memory.data(), memory.data() + static_cast<size_t>(from) * size,
+                     static_cast<size_t>(held) * size);
+      return;
+    }
+    Memory larger(*backend_, static_cast<size_t>(capacity) * size);
+    if (held > 0) {
+      backend_->copy(larger.data(), memory.data() + static_cast<size_t>(from) * size,
+                     static_cast<size_t>(held) * size);
+    }
+    memory = std::move(larger);
+  };
+  move(row.channels, shape_.channels);
+  move(row.scalars, shape_.scalars);
+  move(row.corrections, shape_.corrections);
+  row.ring_capacity = capacity;
+  row.ring_first = 0;
+}
+
+// Likewise for the convolution's inputs, of which conv_kernel - 1 are held.
+void StateStore::make_conv_room(Row& row, int tokens) {
+  if (row.conv_first + taps() + tokens <= row.conv_capacity) return;
+  const size_t size = static_cast<size_t>(shape_.channels) * sizeof(float);
+  const size_t held = static_cast<size_t>(taps()) * size;
+  const size_t from = static_cast<size_t>(row.conv_first) * size;
+  if (row.conv_capacity < 2 * taps() + tokens) {
+    const int capacity = tokens == 0 ? std::max(taps(), 1) : 2 * taps() + 3 * kInPlaceTokens;
+    Memory larger(*backend_, static_cast<size_t>(capacity) * size);
+    if (row.conv.data() != nullptr) backend_->copy(larger.data(), row.conv.data() + from, held);
+    row.conv = std::move(larger);
+    row.conv_capacity = capacity;
+  } else {
+    backend_->copy(row.conv.data(), row.conv.data() + from, held);
+  }
+  row.conv_first = 0;
+}
+
+RecordPointers StateStore::end_of(Row& row) const {
+  const auto at = [](const Memory& memory, int token, int width) {
+    return reinterpret_cast<float*>(memory.data()) + int64_t{token} * width;
+  };
+  const int end = row.ring_first + row.records;
+  return {at(row.conv, row.conv_first + taps(), shape_.channels),
+          at(row.channels, end, shape_.channels), at(row.scalars, end, shape_.scalars),
+          at(row.corrections, end, shape_.corrections)};
+}
+
+RecordPointers StateStore::in_place(int r, int tokens) {
+  Row& row = rows_[static_cast<size_t>(r)];
+  make_room(row, row.records, tokens);
+  make_conv_room(row, tokens);
+  return end_of(row);
+}
+
+void StateStore::gather(int r, const RecordPointers& to, std::vector<CopyJob>& copies) const {
+  const RecordPointers from = end_of(const_cast<Row&>(rows_[static_cast<size_t>(r)]));
+  const auto before = [&](float* target, const float* source, int count, int width) {
+    const int64_t offset = int64_t{count} * width;
+    if (offset > 0) copies.push_back({target - offset, offset, source - offset, offset, 1, offset});
+  };
+  const int records = rows_[static_cast<size_t>(r)].records;
+  before(to.conv, from.conv, taps(), shape_.channels);
+  before(to.channels, from.channels, records, shape_.channels);
+  before(to.scalars, from.scalars, records, shape_.scalars);
+  before(to.corrections, from.corrections, records, shape_.corrections);
 }
 
 StateRow StateStore::view(Row& row, int64_t position) const {
@@ -159,23 +275,8 @@ StateRow StateStore::view(Row& row, int64_t position) const {
   view.read_stride = row.read_stride;
   view.memory = row.memory.data();
   view.memory_stride = row.memory_stride;
-  view.health = row.health.data();
+  view.health = reinterpret_cast<HeadHealth*>(row.health.data());
   return view;
-}
-
-void StateStore::gather_conv(int r, float* out) const {
-  const Row& row = rows_[static_cast<size_t>(r)];
-  const size_t wanted =
-      static_cast<size_t>(shape_.conv_kernel - 1) * static_cast<size_t>(shape_.channels);
-  std::fill_n(out, wanted - std::min(wanted, row.conv.size()), 0.0f);
-  std::copy(row.conv.begin(), row.conv.end(), out + (wanted - row.conv.size()));
-}
-
-void StateStore::gather(int r, float* channels, float* scalars, float* corrections) const {
-  const Row& row = rows_[static_cast<size_t>(r)];
-  std::copy(row.channels.begin(), row.channels.end(), channels);
-  std::copy(row.scalars.begin(), row.scalars.end(), scalars);
-  std::copy(row.corrections.begin(), row.corrections.end(), corrections);
 }
 
 void StateStore::advance(std::span<const int64_t> positions, std::span<const int> lengths,
@@ -226,12 +327,13 @@ void StateStore::advance(std::span<const int64_t> positions, std::span<const int
 void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
   const int64_t elements = shape_.state.elements();
   std::vector<float> states(static_cast<size_t>(elements) * static_cast<size_t>(shape_.heads));
+  Staged recurrence(row.recurrence), read(row.read), memories(row.memory), healths(row.health);
   float amax = 0.0f;
   for (int h = 0; h < shape_.heads; ++h) {
     float* state = states.data() + h * elements;
     const size_t head = static_cast<size_t>(h);
     decode_head(*row.prompt_plans[row.plan_of_head[head]].recurrence.format, shape_.state,
-                row.recurrence.data() + head * row.recurrence_stride, state);
+                recurrence.data() + head * row.recurrence_stride, state);
     amax = std::max(amax, state_amax(state, elements));
   }
   for (int h = 0; h < shape_.heads; ++h) {
@@ -244,9 +346,9 @@ void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
                   static_cast<uint32_t>(h),
                   static_cast<uint32_t>(position),
                   StateRole::recurrence};
-    std::byte* packed = row.recurrence.data() + head * row.recurrence_stride;
-    std::byte* memory = row.memory.data() + head * row.memory_stride;
-    HeadHealth& health = row.health[head];
+    std::byte* packed = recurrence.data() + head * row.recurrence_stride;
+    std::byte* memory = memories.data() + head * row.memory_stride;
+    HeadHealth& health = reinterpret_cast<HeadHealth*>(healths.data())[head];
     const uint64_t before = health.encode.non_finite;
     encode_head(plan.recurrence, shape_.state, state, key, amax, packed, memory, &health.encode);
     if (health.encode.non_finite > before && health.first_non_finite_position < 0) {
@@ -255,8 +357,7 @@ void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
     if (plan.read && !keep_prompt) {
       key.role = StateRole::read;
       EncodeHealth read_health;
-      encode_head(*plan.read, shape_.state, state, key, amax,
-                  row.read.data() + head * row.read_stride,
+      encode_head(*plan.read, shape_.state, state, key, amax, read.data() + head * row.read_stride,
                   memory + memory_bytes(*plan.recurrence.format, shape_.state), &read_health);
       health.encode.saturated += read_health.saturated;
       health.encode.clipped += read_health.clipped;
@@ -269,28 +370,54 @@ void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
                   0.0f, packed, nullptr, &ignored);
     }
   }
+  for (Staged* staged : {&recurrence, &read, &memories, &healths}) staged->store();
   if (!keep_prompt) row.in_prompt = false;
 }
 
-void StateStore::keep(int r, int tokens, AdvanceMode mode, const float* conv_inputs,
-                      const float* channels, const float* scalars, const float* corrections) {
+void StateStore::keep(int r, int tokens, AdvanceMode mode, const RecordPointers& at,
+                      std::vector<CopyJob>& copies) {
   if (tokens == 0) return;
   Row& row = rows_[static_cast<size_t>(r)];
   const int total = row.records + tokens;
   if (r == 0 && trace_tokens_ > 0) {
     const int traced = std::min(total, trace_tokens_);
-    keep_tail(trace_channels_, channels, total, traced, shape_.channels);
-    keep_tail(trace_scalars_, scalars, total, traced, shape_.scalars);
+    const auto trace = [&](std::vector<float>& values, const float* source, int width) {
+      values.resize(static_cast<size_t>(traced) * static_cast<size_t>(width));
+      backend_->download(values.data(), source + int64_t{tokens - traced} * width,
+                         values.size() * sizeof(float));
+    };
+    trace(trace_channels_, at.channels, shape_.channels);
+    trace(trace_scalars_, at.scalars, shape_.scalars);
   }
   row.uncommitted = mode == AdvanceMode::verify ? tokens : 0;
   const int pending = *std::max_element(row.pending.begin(), row.pending.end());
   const int kept = std::min(total, pending + row.uncommitted);
-  keep_tail(row.channels, channels, total, kept, shape_.channels);
-  keep_tail(row.scalars, scalars, total, kept, shape_.scalars);
-  keep_tail(row.corrections, corrections, total, kept, shape_.corrections);
+  if (at.channels == end_of(row).channels) {
+    row.ring_first += total - kept;
+    row.records = kept;
+    row.conv_first += tokens - row.uncommitted;
+    return;
+  }
+  row.records = 0;
+  row.ring_first = 0;
+  make_room(row, kept, 0);
   row.records = kept;
-  const int taps = shape_.conv_kernel - 1;
-  keep_tail(row.conv, conv_inputs, taps + tokens, taps + row.uncommitted, shape_.channels);
+  row.conv_first = 0;
+  if (row.conv_capacity < taps() + row.uncommitted) {
+    row.conv = Memory(*backend_, static_cast<size_t>(taps() + row.uncommitted) *
+                                     static_cast<size_t>(shape_.channels) * sizeof(float));
+    row.conv_capacity = taps() + row.uncommitted;
+  }
+  const auto tail = [&](const Memory& memory, const float* source, int count, int width) {
+    const int64_t size = int64_t{count} * width;
+    if (size == 0) return;
+    copies.push_back({reinterpret_cast<float*>(memory.data()), size,
+                      source + int64_t{tokens} * width - size, size, 1, size});
+  };
+  tail(row.channels, at.channels, kept, shape_.channels);
+  tail(row.scalars, at.scalars, kept, shape_.scalars);
+  tail(row.corrections, at.corrections, kept, shape_.corrections);
+  tail(row.conv, at.conv, taps() + row.uncommitted, shape_.channels);
 }
 
 void StateStore::commit(int r, int accepted) {
@@ -300,16 +427,7 @@ void StateStore::commit(int r, int accepted) {
     throw std::invalid_argument("commit: " + std::to_string(accepted) + " of " +
                                 std::to_string(row.uncommitted) + " uncommitted tokens");
   }
-  auto drop = [&](std::vector<float>& values, int width) {
-    values.resize(values.size() - static_cast<size_t>(dropped) * static_cast<size_t>(width));
-  };
-  drop(row.channels, shape_.channels);
-  drop(row.scalars, shape_.scalars);
-  drop(row.corrections, shape_.corrections);
-  drop(row.conv, shape_.channels);
-  const size_t taps =
-      static_cast<size_t>(shape_.conv_kernel - 1) * static_cast<size_t>(shape_.channels);
-  row.conv.erase(row.conv.begin(), row.conv.end() - static_cast<std::ptrdiff_t>(taps));
+  row.conv_first += accepted;
   row.records -= dropped;
   for (int& pending : row.pending) pending += accepted;
   row.uncommitted = 0;
@@ -325,10 +443,11 @@ void StateStore::decode(int r, int head, StateRole role, float* out) const {
   const Row& row = rows_[static_cast<size_t>(r)];
   const StateCodec& chosen = codec(row, head, role);
   const bool separate = &chosen != &codec(row, head, StateRole::recurrence);
-  const std::byte* packed =
-      separate ? row.read.data() + static_cast<size_t>(head) * row.read_stride
-               : row.recurrence.data() + static_cast<size_t>(head) * row.recurrence_stride;
-  decode_head(*chosen.format, shape_.state, packed, out);
+  const Memory& memory = separate ? row.read : row.recurrence;
+  const size_t stride = separate ? row.read_stride : row.recurrence_stride;
+  const std::vector<std::byte> packed =
+      bytes_of(memory, static_cast<size_t>(head) * stride, stride);
+  decode_head(*chosen.format, shape_.state, packed.data(), out);
 }
 
 int StateStore::pending(int r, int head) const {
@@ -336,9 +455,16 @@ int StateStore::pending(int r, int head) const {
   return row.pending[row.plan_of_head[static_cast<size_t>(head)]];
 }
 
+std::vector<HeadHealth> StateStore::head_health(int r) const {
+  std::vector<HeadHealth> health(static_cast<size_t>(shape_.heads));
+  backend_->download(health.data(), rows_[static_cast<size_t>(r)].health.data(),
+                     health.size() * sizeof(HeadHealth));
+  return health;
+}
+
 StoreHealth StateStore::health(int r) const {
   StoreHealth total;
-  const std::vector<HeadHealth>& heads = rows_[static_cast<size_t>(r)].health;
+  const std::vector<HeadHealth> heads = head_health(r);
   for (size_t h = 0; h < heads.size(); ++h) {
     const EncodeHealth& e = heads[h].encode;
     total.encode.elements += e.elements;
@@ -371,9 +497,10 @@ size_t checkpoint_bytes(const StateStore::Shape& shape, const StatePrecision& pr
   return bytes;
 }
 
-std::span<const std::byte> StateStore::packed(int r, StateRole role) const {
+std::vector<std::byte> StateStore::packed(int r, StateRole role) const {
   const Row& row = rows_[static_cast<size_t>(r)];
-  return role == StateRole::recurrence ? row.recurrence : row.read;
+  const Memory& memory = role == StateRole::recurrence ? row.recurrence : row.read;
+  return bytes_of(memory, 0, memory.bytes());
 }
 
 std::optional<StateStore::Shape> state_shape(const Mixer& mixer, int layer) {
@@ -399,25 +526,26 @@ std::optional<StateStore::Shape> state_shape(const Mixer& mixer, int layer) {
   return std::nullopt;
 }
 
-StateSet::StateSet(const ModelSpec& model, ComputeType compute, std::vector<RowSpec> rows,
-                   const StatePrecision& baseline, KernelForm form)
-    : rows_(std::move(rows)),
+StateSet::StateSet(const Model& model, std::vector<RowSpec> rows, const StatePrecision& baseline,
+                   KernelForm form)
+    : backend_(&model.backend()),
+      rows_(std::move(rows)),
       baseline_(baseline),
       form_(form),
       positions_(rows_.size(), 0),
       uncommitted_(rows_.size(), 0) {
-  for (const Block& block : model.blocks) {
+  const KvType type = model.options().compute == ComputeType::bf16 ? KvType::bf16 : KvType::fp32;
+  for (const Block& block : model.spec().blocks) {
     std::vector<Slot>& slots = slots_.emplace_back();
     for (const Branch& branch : block.branches) {
       Slot& slot = slots.emplace_back();
       if (auto shape = state_shape(branch.mixer, block.layer)) {
-        slot.store = std::make_unique<StateStore>(*shape, rows_, baseline_);
-        slot.decay_sum.assign(static_cast<size_t>(shape->heads), 0.0);
+        slot.store = std::make_unique<StateStore>(*backend_, *shape, rows_, baseline_);
+        slot.decay_sum = Memory(*backend_, static_cast<size_t>(shape->heads) * sizeof(double));
+        backend_->clear(slot.decay_sum.data(), slot.decay_sum.bytes());
       } else if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
-        for (size_t r = 0; r < rows_.size(); ++r) {
-          slot.caches.emplace_back(attention->kv_heads, attention->head_dim,
-                                   compute == ComputeType::bf16 ? KvType::bf16 : KvType::fp32);
-        }
+        slot.cache = backend_->make_kv_store(attention->kv_heads, attention->head_dim, type,
+                                             static_cast<int>(rows_.size()));
       }
     }
   }
@@ -447,7 +575,7 @@ void StateSet::commit(std::span<const int> accepted) {
     for (auto& block : slots_) {
       for (Slot& slot : block) {
         if (slot.store) slot.store->commit(static_cast<int>(i), accepted[i]);
-        if (!slot.caches.empty()) slot.caches[i].truncate(positions_[i]);
+        if (slot.cache) slot.cache->truncate(static_cast<int>(i), positions_[i]);
       }
     }
   }
@@ -461,8 +589,8 @@ void StateSet::reset(int r, const RowSpec& spec) {
   for (auto& block : slots_) {
     for (Slot& slot : block) {
       if (slot.store) slot.store->reset(r, spec);
-      if (r == 0) std::ranges::fill(slot.decay_sum, 0.0);
-      if (!slot.caches.empty()) slot.caches[i].truncate(0);
+      if (r == 0 && slot.store) backend_->clear(slot.decay_sum.data(), slot.decay_sum.bytes());
+      if (slot.cache) slot.cache->truncate(r, 0);
     }
   }
 }
@@ -493,7 +621,7 @@ void StateSet::copy_prompt(int from, int to) {
   for (auto& block : slots_) {
     for (Slot& slot : block) {
       if (slot.store) slot.store->copy_prompt(from, to);
-      if (!slot.caches.empty()) slot.caches[j] = slot.caches[i].clone();
+      if (slot.cache) slot.cache->copy(from, to);
     }
   }
   positions_[j] = positions_[i];
@@ -524,17 +652,27 @@ size_t StateSet::cache_bytes() const {
   size_t bytes = 0;
   for (const auto& block : slots_) {
     for (const Slot& slot : block) {
-      for (const KvCache& cache : slot.caches) bytes += cache.bytes();
+      for (int r = 0; slot.cache && r < rows(); ++r) bytes += slot.cache->bytes(r);
     }
   }
   return bytes;
+}
+
+void StateSet::reserve(int64_t tokens) {
+  for (auto& block : slots_) {
+    for (Slot& slot : block) {
+      for (int r = 0; slot.cache && r < rows(); ++r) slot.cache->reserve(r, tokens);
+    }
+  }
 }
 
 std::vector<std::vector<double>> StateSet::decay_sums() const {
   std::vector<std::vector<double>> sums;
   for (const auto& block : slots_) {
     for (const Slot& slot : block) {
-      if (slot.store) sums.push_back(slot.decay_sum);
+      if (!slot.store) continue;
+      sums.emplace_back(static_cast<size_t>(slot.store->shape().heads));
+      backend_->download(sums.back().data(), slot.decay_sum.data(), slot.decay_sum.bytes());
     }
   }
   return sums;

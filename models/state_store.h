@@ -12,10 +12,7 @@
 #include <vector>
 
 #include "base/bytes.h"
-#include "kernels/aligned.h"
-#include "kernels/attention.h"
-#include "kernels/gdn.h"
-#include "kernels/mamba2.h"
+#include "models/backend.h"
 #include "models/model.h"
 #include "models/state_precision.h"
 
@@ -36,9 +33,18 @@ struct StoreHealth {
   int first_non_finite_head = -1;
 };
 
-/// Recurrent state of one layer, all rows. The mixer lays the call's records out with each row's
-/// ring before them
-/// (`gather`), advances, and hands the buffers back (`keep`).
+/// Arrays of one row around a call: each pointer addresses the call's first token, and what stands
+/// before it (conv_kernel - 1 convolution inputs; `history` records) lies directly before it.
+struct RecordPointers {
+  float* conv = nullptr;         // [channels] a token
+  float* channels = nullptr;     // [channels] a token, convolved
+  float* scalars = nullptr;      // [scalars] a token
+  float* corrections = nullptr;  // [corrections] a token
+};
+
+/// Recurrent state of one layer, all rows, in the memory of a backend. A call of few tokens writes
+/// its records behind the row's ring (`in_place`); for a long one the mixer lays the ring before
+/// its own buffers (`gather`). Either way it then advances and tells what to keep (`keep`).
 class StateStore {
  public:
   /// `channels` inputs of a convolution of `kernel` taps; a record has `width` convolved channels,
@@ -54,18 +60,22 @@ class StateStore {
     int corrections = 0;
   };
 
-  StateStore(const Shape& shape, std::span<const RowSpec> rows, const StatePrecision& baseline);
+  /// Calls of at most so many tokens of a row work in place.
+  static constexpr int kInPlaceTokens = 16;
+
+  StateStore(Backend& backend, const Shape& shape, std::span<const RowSpec> rows,
+             const StatePrecision& baseline);
 
   const Shape& shape() const { return shape_; }
   int rows() const { return static_cast<int>(rows_.size()); }
   /// Records of row r that stand before its next token in gathered buffers.
   int history(int row) const { return rows_[static_cast<size_t>(row)].records; }
 
-  /// Copies row r's last conv_kernel - 1 convolution inputs (zeros where there are none) to `out`
-  /// [conv_kernel - 1, channels].
-  void gather_conv(int row, float* out) const;
-  /// Copies row r's ring to [history, channels], [history, scalars], [history, corrections].
-  void gather(int row, float* channels, float* scalars, float* corrections) const;
+  /// Row r's own arrays, with room for `tokens` more tokens.
+  RecordPointers in_place(int row, int tokens);
+  /// Copies what stands before row r's next token to before these pointers; the copies are appended
+  /// to `copies`, not made.
+  void gather(int row, const RecordPointers& to, std::vector<CopyJob>& copies) const;
 
   /// Runs `kernel(rows, first, count)` over the tokens of a call, split where a row's prompt ends
   /// or a prefill chunk ends; rows[r] covers tokens first[r] .. first[r] + count[r] - 1 of its
@@ -76,10 +86,10 @@ class StateStore {
   void advance(std::span<const int64_t> positions, std::span<const int> lengths, AdvanceMode mode,
                const Kernel& kernel, const Flush& flush);
 
-  /// Keeps what the next call needs of row r's buffers, each of which ends with the call's `tokens`
-  /// tokens. conv_inputs [conv_kernel - 1 + tokens, channels]; the others [history + tokens, ...].
-  void keep(int row, int tokens, AdvanceMode mode, const float* conv_inputs, const float* channels,
-            const float* scalars, const float* corrections);
+  /// Keeps what the next call needs of row r's arrays of this call (`at`: from in_place, or where
+  /// gather put the history). Copies that this takes are appended to `copies`.
+  void keep(int row, int tokens, AdvanceMode mode, const RecordPointers& at,
+            std::vector<CopyJob>& copies);
 
   /// Makes the first `accepted` of the row's uncommitted tokens final and forgets the rest.
   void commit(int row, int accepted);
@@ -89,12 +99,11 @@ class StateStore {
   /// h: records since the last flush of the plan that `head` follows.
   int pending(int row, int head) const;
   StoreHealth health(int row) const;
-  std::span<const HeadHealth> head_health(int row) const {
-    return rows_[static_cast<size_t>(row)].health;
-  }
+  std::vector<HeadHealth> head_health(int row) const;
   /// Packed bytes of both checkpoints of a row (what an engine would hold), without ring.
   size_t checkpoint_bytes(int row) const;
-  std::span<const std::byte> packed(int row, StateRole role) const;
+  /// A copy of the packed checkpoints of all heads, as they lie.
+  std::vector<std::byte> packed(int row, StateRole role) const;
 
   void reset(int row, const RowSpec& spec);
 
@@ -125,20 +134,29 @@ class StateStore {
     std::vector<HeadPlan> prompt_plans;  // the same windows with FP32 state
     std::vector<uint8_t> plan_of_head;
     std::vector<int> pending;
-    AlignedVector<std::byte> recurrence, read, memory;
+    Memory recurrence, read, memory;
     size_t recurrence_stride = 0, read_stride = 0, memory_stride = 0;
     bool in_prompt = false;
-    std::vector<HeadHealth> health;
+    Memory health;        // HeadHealth [heads]
     int records = 0;      // in the ring, committed and drafts
     int uncommitted = 0;  // newest of them
-    std::vector<float> channels, scalars, corrections;
-    std::vector<float> conv;  // last conv_kernel - 1 committed inputs, then the drafts'
+    // The ring is records `ring_first` .. ring_first + records - 1 of `ring_capacity`.
+    Memory channels, scalars, corrections;
+    int ring_first = 0, ring_capacity = 0;
+    // The last conv_kernel - 1 committed inputs, then the drafts', from conv_first on.
+    Memory conv;
+    int conv_first = 0, conv_capacity = 0;
   };
 
+  void make_room(Row& row, int records, int tokens);
+  void make_conv_room(Row& row, int tokens);
+  RecordPointers end_of(Row& row) const;
+  int taps() const { return shape_.conv_kernel - 1; }
   StateRow view(Row& row, int64_t position) const;
   void hand_over(Row& row, int64_t position, bool keep_prompt);
   const StateCodec& codec(const Row& row, int head, StateRole role) const;
 
+  Backend* backend_;
   Shape shape_;
   StatePrecision baseline_;
   std::vector<Row> rows_;
@@ -159,8 +177,9 @@ struct ForwardTimes {
 /// The state of all rows of a model.
 class StateSet {
  public:
-  StateSet(const ModelSpec& model, ComputeType compute, std::vector<RowSpec> rows,
-           const StatePrecision& baseline, KernelForm form);
+  /// The states of `rows` in the memory of the model's backend; the model must outlive them.
+  StateSet(const Model& model, std::vector<RowSpec> rows, const StatePrecision& baseline,
+           KernelForm form);
   ~StateSet();
   StateSet(StateSet&&) noexcept;
   StateSet& operator=(StateSet&&) noexcept;
@@ -206,6 +225,8 @@ class StateSet {
   /// key-value cache.
   size_t checkpoint_bytes(int r) const;
   size_t cache_bytes() const;
+  /// Room in every row's caches for `tokens` positions.
+  void reserve(int64_t tokens);
 
   /// Time of all forward calls so far.
   const ForwardTimes& times() const { return times_; }
@@ -218,10 +239,11 @@ class StateSet {
   friend class Model;
   struct Slot {  // one stateful branch of one block
     std::unique_ptr<StateStore> store;
-    std::vector<KvCache> caches;    // a row each
-    std::vector<double> decay_sum;  // [heads], row 0
+    std::unique_ptr<KvStore> cache;
+    Memory decay_sum;  // double [heads], row 0
   };
 
+  Backend* backend_;
   std::vector<RowSpec> rows_;
   StatePrecision baseline_;
   KernelForm form_;

@@ -41,8 +41,7 @@ struct Fixture {
   RunFolder folder = RunFolder::open(place.path, plan(), OpenMode::fresh);
 
   StateSet fresh() const {
-    return StateSet(model.spec(), ComputeType::fp32,
-                    {{precision("fp32"), 1, 0, 0}, {precision("nvfp4+sr"), 1, 0, 0}},
+    return StateSet(model, {{precision("fp32"), 1, 0, 0}, {precision("nvfp4+sr"), 1, 0, 0}},
                     precision("fp32"), KernelForm::fast);
   }
   DocumentProgress empty(const StateSet& states) const {

@@ -170,8 +170,7 @@ void check_same(const Answers& got, const Answers& expected) {
 std::vector<float> teacher_forced(const Mini& m, const std::string& state, uint32_t stream_number,
                                   const Tokens& tokens, int64_t prompt, int64_t prefill_chunk,
                                   int64_t first) {
-  StateSet states(m.model->spec(), ComputeType::fp32,
-                  {{precision(state), stream_number, prompt, prefill_chunk}}, precision("fp32"),
+  StateSet states(*m.model, {{precision(state), stream_number, prompt, prefill_chunk}}, precision("fp32"),
                   KernelForm::fast);
   const std::vector<int> lengths = {static_cast<int>(tokens.size())};
   const Hidden hidden = m.model->forward({tokens, lengths}, states);

@@ -43,7 +43,7 @@ std::map<std::string, Curve> measure_states(const Model& model, const Document& 
   std::vector<RowSpec> rows{{baseline, document.stream, 0, 0}};
   for (const std::string& name : names)
     rows.push_back({parse_state_precision(name, defaults, formats), document.stream, 0, 0});
-  StateSet states(model.spec(), ComputeType::fp32, rows, baseline, KernelForm::fast);
+  StateSet states(model, rows, baseline, KernelForm::fast);
   std::vector<PositionFigures> figures(rows.size());
   constexpr int kChunk = 256;
   for (int first = 0; first < kTokens; first += kChunk) {

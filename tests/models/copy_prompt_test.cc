@@ -38,8 +38,8 @@ std::vector<float> feed(const Model& model, StateSet& states, int row,
     std::vector<int> lengths(static_cast<size_t>(states.rows()), 0);
     lengths[static_cast<size_t>(row)] = static_cast<int>(count);
     const std::vector<int32_t> part(tokens.begin() + first, tokens.begin() + first + count);
-    const Hidden out = model.forward({part, lengths}, states);
-    hidden.insert(hidden.end(), out.values.begin(), out.values.end());
+    const std::vector<float> out = model.forward({part, lengths}, states).values();
+    hidden.insert(hidden.end(), out.begin(), out.end());
   }
   return hidden;
 }
@@ -69,12 +69,12 @@ TEST_CASE("a copied prompt continues with the bits of an own one") {
                                  "fp8+sr/nvfp4@gdn_fold=cached", "nvfp4@layers=0-3"}) {
       CAPTURE(spelling);
       const RowSpec own{precision(spelling), 77, kPrompt, 0};
-      StateSet alone(model.spec(), ComputeType::fp32, {own}, precision("fp32"), KernelForm::fast);
+      StateSet alone(model, {own}, precision("fp32"), KernelForm::fast);
       const std::vector<float> expected = feed(model, alone, 0, tokens, 0, 120, 120);
 
       // Row 0 holds a longer prompt of another item in FP32; row 1 had another one before.
       const RowSpec other{precision("fp32"), 5, 1000, 0};
-      StateSet shared(model.spec(), ComputeType::fp32, {other, own}, precision("fp32"),
+      StateSet shared(model, {other, own}, precision("fp32"),
                       KernelForm::fast);
       feed(model, shared, 1, some_tokens(30), 0, 30, 30);
       shared.reset(1, own);
@@ -98,8 +98,7 @@ TEST_CASE("prompts that are computed differently are not copied") {
   const Model model(Checkpoint::open(std::string(REPLAYEVAL_SOURCE_DIR) + "/models/mini-gdn"),
                     ModelOptions{ComputeType::fp32, DenseMode::invariant, DtClamp::forward});
   const auto same = [&](const char* a, const char* b, int64_t chunk = 0) {
-    StateSet states(model.spec(), ComputeType::fp32,
-                    {{precision(a), 1, 40, 0}, {precision(b), 2, 40, chunk}}, precision("fp32"),
+    StateSet states(model, {{precision(a), 1, 40, 0}, {precision(b), 2, 40, chunk}}, precision("fp32"),
                     KernelForm::fast);
     const bool answer = states.same_prompt(0, 1);
     CHECK(states.same_prompt(1, 0) == answer);
@@ -126,8 +125,7 @@ TEST_CASE("prompts that are computed differently are not copied") {
 TEST_CASE("a copy needs an empty row and a position inside both prompts") {
   const Model model(Checkpoint::open(std::string(REPLAYEVAL_SOURCE_DIR) + "/models/mini-mamba2"),
                     ModelOptions{ComputeType::fp32, DenseMode::invariant, DtClamp::forward});
-  StateSet states(model.spec(), ComputeType::fp32,
-                  {{precision("fp32"), 1, 40, 0}, {precision("nvfp4"), 2, 20, 0}},
+  StateSet states(model, {{precision("fp32"), 1, 40, 0}, {precision("nvfp4"), 2, 20, 0}},
                   precision("fp32"), KernelForm::fast);
   feed(model, states, 0, some_tokens(20), 0, 20, 20);
   CHECK_THROWS_WITH_AS(states.copy_prompt(0, 1),

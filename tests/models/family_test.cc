@@ -126,7 +126,7 @@ void stack_experts(Tensors& tensors, const std::string& prefix, int experts,
 std::vector<float> logits_of(const fs::path& folder) {
   const Model model(Checkpoint::open(folder), {});
   const StatePrecision fp32 = parse_state_precision("fp32", {});
-  StateSet states(model.spec(), ComputeType::fp32, {{fp32, 1u, 0, 0}}, fp32, KernelForm::fast);
+  StateSet states(model, {{fp32, 1u, 0, 0}}, fp32, KernelForm::fast);
   std::vector<int32_t> tokens;
   for (int i = 0; i < 40; ++i) tokens.push_back(3 + i * 31 % 250);
   const std::vector<int> lengths = {40};

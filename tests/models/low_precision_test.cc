@@ -35,7 +35,7 @@ FormRun run_form(const Model& model, KernelForm form, const std::vector<int32_t>
   for (const std::string& name : kStates)
     rows.push_back({parse_state_precision(name, defaults), 77u, 0, 0});
   FormRun run;
-  run.states = std::make_unique<StateSet>(model.spec(), ComputeType::fp32, rows, baseline, form);
+  run.states = std::make_unique<StateSet>(model, rows, baseline, form);
   std::vector<int32_t> batch;
   for (size_t r = 0; r < rows.size(); ++r) batch.insert(batch.end(), tokens.begin(), tokens.end());
   const Hidden hidden = model.forward({batch, std::vector<int>(rows.size(), kTokens)}, *run.states);

@@ -53,7 +53,7 @@ StateSet make_states(const Model& model, const std::vector<std::string>& names, 
                      int64_t prefill = 0, KernelForm form = KernelForm::fast) {
   std::vector<RowSpec> rows;
   for (const std::string& name : names) rows.push_back({precision(name), 12345u, prompt, prefill});
-  return StateSet(model.spec(), ComputeType::fp32, rows, precision("fp32"), form);
+  return StateSet(model, rows, precision("fp32"), form);
 }
 
 /// Logits [rows][tokens * vocabulary] of the same tokens in every row, in calls of the given sizes
@@ -185,7 +185,7 @@ TEST_CASE(
   std::vector<RowSpec> rows;
   for (uint32_t stream : {5u, 5u, 900u}) rows.push_back({precision("fp8+sr"), stream, 0, 0});
   rows.push_back({precision("fp32"), 5u, 0, 0});
-  StateSet states(model.spec(), ComputeType::fp32, rows, precision("fp32"), KernelForm::fast);
+  StateSet states(model, rows, precision("fp32"), KernelForm::fast);
   run(model, states, some_tokens(16), {16});
   const StateStore& store = *states.stores()[0];
   double cross = 0, square_a = 0, square_b = 0;
@@ -243,7 +243,7 @@ TEST_CASE("commit k of T equals k plain steps, and rejected drafts leave nothing
       for (size_t r = 0; r < rows; ++r) {
         for (size_t t = 0; t < accepted; ++t) {
           const size_t at = (r * 4 + t) * static_cast<size_t>(ha.hidden);
-          CHECK(std::memcmp(ha.values.data() + at, hb.values.data() + at,
+          CHECK(std::memcmp(ha.data() + at, hb.data() + at,
                             static_cast<size_t>(ha.hidden) * sizeof(float)) == 0);
         }
       }

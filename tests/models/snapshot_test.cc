@@ -46,10 +46,10 @@ void check_continuation(const std::string& name, ComputeType compute, int64_t pr
       Checkpoint::open(std::string(REPLAYEVAL_SOURCE_DIR) + "/models/" + name,
                        compute == ComputeType::bf16 ? WeightType::bf16 : WeightType::fp32),
       ModelOptions{compute, DenseMode::invariant, DtClamp::forward});
-  StateSet whole(model.spec(), compute, rows(prompt), precision("fp32"), KernelForm::fast);
+  StateSet whole(model, rows(prompt), precision("fp32"), KernelForm::fast);
   feed(model, whole, 0, cut, AdvanceMode::commit);
   const std::vector<std::byte> state = whole.save();
-  StateSet resumed(model.spec(), compute, rows(prompt), precision("fp32"), KernelForm::fast);
+  StateSet resumed(model, rows(prompt), precision("fp32"), KernelForm::fast);
   feed(model, resumed, 7, 9, AdvanceMode::commit);  // leaves nothing behind
   resumed.restore(state);
   const int64_t half = cut / 2;
@@ -58,12 +58,12 @@ void check_continuation(const std::string& name, ComputeType compute, int64_t pr
     resumed.append_cache(r, whole.save_cache(r, half, cut));
     CHECK(resumed.position(r) == cut);
   }
-  const Hidden expected = feed(model, whole, cut, 40, AdvanceMode::commit);
-  const Hidden got = feed(model, resumed, cut, 40, AdvanceMode::commit);
-  REQUIRE(got.values.size() == expected.values.size());
-  for (size_t i = 0; i < got.values.size(); ++i) {
-    if (std::bit_cast<uint32_t>(got.values[i]) != std::bit_cast<uint32_t>(expected.values[i])) {
-      FAIL("element " << i << ": got " << got.values[i] << ", expected " << expected.values[i]);
+  const std::vector<float> expected = feed(model, whole, cut, 40, AdvanceMode::commit).values();
+  const std::vector<float> got = feed(model, resumed, cut, 40, AdvanceMode::commit).values();
+  REQUIRE(got.size() == expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (std::bit_cast<uint32_t>(got[i]) != std::bit_cast<uint32_t>(expected[i])) {
+      FAIL("element " << i << ": got " << got[i] << ", expected " << expected[i]);
     }
   }
   CHECK(resumed.save() == whole.save());
@@ -81,7 +81,7 @@ TEST_CASE("a saved state set continues with the same bits") {
 TEST_CASE("saving and restoring refuse what does not fit") {
   const Model model(Checkpoint::open(std::string(REPLAYEVAL_SOURCE_DIR) + "/models/mini-mamba2"),
                     ModelOptions{});
-  StateSet states(model.spec(), ComputeType::fp32, rows(0), precision("fp32"), KernelForm::fast);
+  StateSet states(model, rows(0), precision("fp32"), KernelForm::fast);
   feed(model, states, 0, 20, AdvanceMode::commit);
   const std::vector<std::byte> state = states.save();
   const std::vector<std::byte> cache = states.save_cache(0, 0, 20);
@@ -90,18 +90,18 @@ TEST_CASE("saving and restoring refuse what does not fit") {
     CHECK_THROWS_AS((void)states.save(), std::invalid_argument);
   }
   SUBCASE("another number of rows") {
-    StateSet fewer(model.spec(), ComputeType::fp32, {rows(0)[0]}, precision("fp32"),
+    StateSet fewer(model, {rows(0)[0]}, precision("fp32"),
                    KernelForm::fast);
     CHECK_THROWS_AS(fewer.restore(state), std::runtime_error);
   }
   SUBCASE("another format") {
     std::vector<RowSpec> specs = rows(0);
     specs[3].precision = precision("fp16");
-    StateSet other(model.spec(), ComputeType::fp32, specs, precision("fp32"), KernelForm::fast);
+    StateSet other(model, specs, precision("fp32"), KernelForm::fast);
     CHECK_THROWS_AS(other.restore(state), std::runtime_error);
   }
   SUBCASE("cut off anywhere") {
-    StateSet fresh(model.spec(), ComputeType::fp32, rows(0), precision("fp32"), KernelForm::fast);
+    StateSet fresh(model, rows(0), precision("fp32"), KernelForm::fast);
     for (size_t size : {size_t{0}, size_t{7}, state.size() / 2, state.size() - 1}) {
       CHECK_THROWS_AS(fresh.restore({state.data(), size}), std::runtime_error);
     }

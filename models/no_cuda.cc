@@ -1,0 +1,13 @@
+// What the CUDA backend is without CUDA.
+#include <stdexcept>
+
+#include "models/backend.h"
+
+namespace replayeval {
+
+std::unique_ptr<Backend> make_cuda_backend(bool, bool) {
+  throw std::runtime_error(
+      "device: cuda: this program was built without CUDA; ./dev build cuda, or device: cpu");
+}
+
+}  // namespace replayeval
