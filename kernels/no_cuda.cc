@@ -1,8 +1,11 @@
 // What the CUDA functions of this folder are without CUDA.
 #include <stdexcept>
 
+#include "kernels/attention_cuda.h"
 #include "kernels/causal_conv_cuda.h"
 #include "kernels/decode_cuda.h"
+#include "kernels/dense_cuda.h"
+#include "kernels/elementwise_cuda.h"
 #include "kernels/gdn_cuda.h"
 #include "kernels/gpu_timing.h"
 #include "kernels/kl_cuda.h"
@@ -51,6 +54,68 @@ void gdn_decode_cuda(const GdnLayer&, const HeadPlan&, const DecodeRows&, const 
   refuse();
 }
 void decode_step_cuda(const DecodeRows&, int, CudaStream) { refuse(); }
+
+void rms_norm_cuda(const RmsNorm&, const float*, int64_t, const float*, int64_t, float*, int64_t,
+                   int64_t, int64_t, CudaStream) {
+  refuse();
+}
+void activate_cuda(Activation, const float*, int64_t, const float*, float*, int64_t, int64_t,
+                   int64_t, WeightType, CudaStream) {
+  refuse();
+}
+void activate_multiply_cuda(Activation, const float*, int64_t, float, const float*, int64_t, float*,
+                            int64_t, int64_t, int64_t, WeightType, CudaStream) {
+  refuse();
+}
+void add_scaled_cuda(float*, int64_t, const float*, int64_t, float, int64_t, int64_t, WeightType,
+                     CudaStream) {
+  refuse();
+}
+void add_row_scaled_cuda(float*, int64_t, const float*, int64_t, const float*, int64_t, int64_t,
+                         WeightType, CudaStream) {
+  refuse();
+}
+void scale_cuda(float*, int64_t, float, const float*, int64_t, int64_t, WeightType, CudaStream) {
+  refuse();
+}
+void round_to_cuda(WeightType, float*, int64_t, CudaStream) { refuse(); }
+void clamp_cuda(float*, int64_t, float, float, CudaStream) { refuse(); }
+void rotary_apply_cuda(float*, int64_t, int64_t, int, int, int, const float*, const float*,
+                       WeightType, CudaStream) {
+  refuse();
+}
+void softmax_cuda(const float*, int64_t, float*, int64_t, int64_t, int64_t, CudaStream) {
+  refuse();
+}
+void combine_experts_cuda(const int32_t*, const float*, int, const float*, int64_t, float*, int64_t,
+                          int64_t, WeightType, bool, CudaStream) {
+  refuse();
+}
+void widen_rows_cuda(const WeightView&, const int32_t*, int64_t, float*, CudaStream) { refuse(); }
+void narrow_cuda(const float*, int64_t, int64_t, int64_t, WeightType, void*, CudaStream) {
+  refuse();
+}
+void copy_cuda(std::span<const CopyJob>, CudaStream) { refuse(); }
+void gdn_scalars_cuda(const float*, const float*, const float*, int64_t, int, float*, CudaStream) {
+  refuse();
+}
+void decay_sum_cuda(const float*, int64_t, const float*, int64_t, int, double*, CudaStream) {
+  refuse();
+}
+
+void linear_cuda(std::span<const LinearJob>, CudaStream) { refuse(); }
+void linear_cuda(const float*, int64_t, int64_t, const WeightView&, const float*, float*, int64_t,
+                 CudaStream) {
+  refuse();
+}
+
+void attention_cuda(std::span<const AttentionRowCuda>, int, int, int, float, CudaStream) {
+  refuse();
+}
+void append_kv_cuda(const float*, int64_t, const float*, int64_t, int64_t, int64_t, void*, void*,
+                    KvType, CudaStream) {
+  refuse();
+}
 
 DeviceRates measure_device_rates(size_t) { refuse(); }
 DecodeTiming time_decode(const DecodeWorkload&) { refuse(); }
