@@ -231,7 +231,7 @@ bool CheckModelResult::passed() const {
 CheckModelResult check_model_results(const CheckModelOptions& options) {
   const auto checkpoint = Checkpoint::open(
       options.folder, options.compute == ComputeType::bf16 ? WeightType::bf16 : WeightType::fp32);
-  const Model model(checkpoint, {options.compute, options.dense, options.dt_clamp});
+  const Model model(checkpoint, {options.compute, options.dense, options.dt_clamp, options.device});
   const std::filesystem::path path =
       options.reference.value_or(options.folder / "reference.safetensors");
   const Safetensors file = Safetensors::open(path);

@@ -22,6 +22,7 @@ struct CheckModelOptions {
   DenseMode dense = DenseMode::invariant;
   KernelForm kernels = KernelForm::fast;
   DtClamp dt_clamp = DtClamp::forward;
+  Device device = Device::cpu;
   std::string state = "fp32";  // also a low-precision spelling, for runs of two kernel forms
   bool greedy = true;
 };

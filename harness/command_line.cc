@@ -234,6 +234,7 @@ struct CheckModelArguments {
   std::string dense = "invariant";
   std::string kernels = "fast";
   std::string dt_clamp = "forward";
+  std::string device = "cpu";
   CheckModelOptions options;
 };
 
@@ -244,6 +245,7 @@ int check_model_command(const CheckModelArguments& arguments) {
   options.compute = arguments.compute == "bf16" ? ComputeType::bf16 : ComputeType::fp32;
   options.dense = arguments.dense == "fast" ? DenseMode::fast : DenseMode::invariant;
   options.kernels = arguments.kernels == "reference" ? KernelForm::reference : KernelForm::fast;
+  options.device = arguments.device == "cuda" ? Device::cuda : Device::cpu;
   options.dt_clamp = arguments.dt_clamp == "none" ? DtClamp::none : DtClamp::forward;
   return check_model(options);
 }
@@ -509,6 +511,8 @@ int parse_and_run(int argc, const char* const* argv) {
       ->check(CLI::IsMember({"invariant", "fast"}));
   check_model_app->add_option("--kernels", model_arguments.kernels)
       ->check(CLI::IsMember({"fast", "reference"}));
+  check_model_app->add_option("--device", model_arguments.device)
+      ->check(CLI::IsMember({"cpu", "cuda"}));
   check_model_app->add_option("--dt-clamp", model_arguments.dt_clamp)
       ->check(CLI::IsMember({"forward", "none"}));
   check_model_app->add_flag("!--no-greedy", model_arguments.options.greedy,

@@ -605,10 +605,9 @@ const KeyRule kKeys[] = {
 
     {{"device", "cpu | cuda", "cpu", "where the model runs", "all", false, true},
      [](Experiment& e, const Entry& entry) {
-       e.device = read_choice<std::string>(entry.node, {{"cpu", "cpu"}, {"cuda", "cuda"}});
-       if (e.device == "cuda") reject("'cuda' is not available in this version; expected cpu");
+       e.device = read_choice<Device>(entry.node, {{"cpu", Device::cpu}, {"cuda", Device::cuda}});
      },
-     [](const Experiment& e) { return e.device; }},
+     [](const Experiment& e) { return std::string(name_of(e.device)); }},
     {{"compute", "fp32 | bf16", "fp32", "type of weights and activations in the dense layers",
       "all", false, true},
      [](Experiment& e, const Entry& entry) {
@@ -619,8 +618,10 @@ const KeyRule kKeys[] = {
        return std::string(e.compute == ComputeType::fp32 ? "fp32" : "bf16");
      }},
     {{"dense", "invariant | fast", "invariant",
-      "dense products bit-equal for any chunk and set of states, or as fast as they go", "all",
-      false, true},
+      "products and attention bit-equal for any chunk, set of states and device, or as fast as "
+      "they "
+      "go; device cuda: fast unless given",
+      "all", false, true},
      [](Experiment& e, const Entry& entry) {
        e.dense = read_choice<DenseMode>(
            entry.node, {{"invariant", DenseMode::invariant}, {"fast", DenseMode::fast}});
@@ -642,7 +643,9 @@ const KeyRule kKeys[] = {
      [](Experiment& e, const Entry& entry) { e.threads = read_integer<int>(entry.node, 0, 4096); },
      [](const Experiment& e) { return std::to_string(e.threads); }},
     {{"chunk_tokens", "integer", "256",
-      "tokens that go through the model in one call; score: prompt tokens", "all", false, true},
+      "tokens that go through the model in one call; score: prompt tokens; device cuda: 512 unless "
+      "given",
+      "all", false, true},
      [](Experiment& e, const Entry& entry) {
        e.chunk_tokens = read_integer<int>(entry.node, 1, 1 << 20);
      },
@@ -889,6 +892,9 @@ class KeyCollector {
   std::map<std::string, Entry, std::less<>> entries_;
 };
 
+/// chunk_tokens on a GPU unless given.
+constexpr int kDeviceChunk = 512;
+
 /// What the folder of data.kind pg19 looks like and where it comes from.
 std::string pg19_layout(const Experiment& e) {
   return "the folder of PG-19 with metadata.csv and " + e.data.split +
@@ -911,6 +917,9 @@ void check_together(const Experiment& e, const KeyCollector& keys) {
     reject((entry != nullptr ? place(entry->source, entry->mark) : e.file.string()) + ": " +
            std::string(key) + ": " + message);
   };
+  if (e.device == Device::cuda && e.kernels == KernelForm::reference) {
+    complain("kernels", "got reference with device cuda; the FP64 reference runs on the CPU");
+  }
   if (e.job == "score") {
     if (e.decode_prompt && e.prefill_chunk > 0) {
       complain("prefill_chunk", "got " + std::to_string(e.prefill_chunk) +
@@ -1039,6 +1048,10 @@ Experiment resolve(const KeyCollector& keys, const fs::path& file) {
     }
   }
   if (experiment.tokenizer.empty()) experiment.tokenizer = experiment.model_folder;
+  if (experiment.device == Device::cuda) {
+    if (keys.find("dense") == nullptr) experiment.dense = DenseMode::fast;
+    if (keys.find("chunk_tokens") == nullptr) experiment.chunk_tokens = kDeviceChunk;
+  }
   check_together(experiment, keys);
   return experiment;
 }

@@ -87,7 +87,7 @@ struct Experiment {
   std::vector<StatePrecision> states;         // with one state for each of the seeds
   Sweep sweep;
   std::vector<int64_t> dump_states;  // positions whose states are written, ascending
-  std::string device;
+  Device device = Device::cpu;
   ComputeType compute = ComputeType::fp32;
   DenseMode dense = DenseMode::invariant;
   KernelForm kernels = KernelForm::fast;

@@ -11,6 +11,7 @@
 #include "harness/build_info.h"
 #include "models/state_store.h"
 #include "models/torch_dense.h"
+#include "quant/cuda_support.h"
 
 namespace replayeval {
 namespace {
@@ -84,7 +85,18 @@ void use_threads(int threads) {
   set_torch_threads(threads);
 }
 
-int64_t available_memory() {
+ModelOptions model_options(const Experiment& experiment) {
+  ModelOptions options;
+  options.compute = experiment.compute;
+  options.dense = experiment.dense;
+  options.dt_clamp = experiment.dt_clamp;
+  options.device = experiment.device;
+  options.products = experiment.job == "score" ? Products::together : Products::per_row;
+  return options;
+}
+
+int64_t available_memory(Device device) {
+  if (device == Device::cuda) return static_cast<int64_t>(cuda_device().free_bytes);
   std::ifstream file("/proc/meminfo");
   std::string name;
   int64_t kib = 0;
@@ -172,7 +184,13 @@ RunPlan common_plan(const Experiment& experiment, const Model& model, const Toke
   plan.run.revision = build.revision;
   plan.run.compiler = build.compiler;
   plan.run.versions = build.versions;
-  plan.run.device = experiment.device;
+  plan.run.device = name_of(experiment.device);
+  if (experiment.device == Device::cuda) {
+    const CudaDevice device = cuda_device();
+    plan.run.versions["gpu"] = device.name + ", compute capability " +
+                               std::to_string(device.capability / 10) + "." +
+                               std::to_string(device.capability % 10);
+  }
   plan.run.compute = experiment.compute == ComputeType::fp32 ? "fp32" : "bf16";
   plan.run.dense = experiment.dense == DenseMode::invariant ? "invariant" : "fast";
   plan.run.baseline = experiment.baseline.name;

@@ -14,8 +14,12 @@ namespace replayeval {
 /// Sets the number of threads of this process; 0: one a core.
 void use_threads(int threads);
 
-/// Bytes of memory that this machine can give now.
-int64_t available_memory();
+/// Bytes of memory that this machine can give now; on a GPU what is free there.
+int64_t available_memory(Device device);
+
+/// How an experiment's model runs. Several rows share their products only in job score, whose steps
+/// of one token a row would be slow otherwise.
+ModelOptions model_options(const Experiment& experiment);
 
 /// Bytes of a model's weights (mapped), and of what one row holds.
 struct RowMemory {

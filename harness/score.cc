@@ -234,7 +234,8 @@ SlotPlan plan_slots(const Experiment& experiment, const ModelSpec& model, const 
         std::max(plan.longest, static_cast<int64_t>(item.prompt->tokens.size()) + item.max_tokens);
   }
   plan.row = row_memory(experiment, model, plan.longest);
-  plan.available = available_memory();
+  plan.available = available_memory(experiment.device);
+  if (experiment.device == Device::cuda) plan.available -= plan.row.weights;
   const int64_t answers = static_cast<int64_t>(asked.items.size()) * asked.repeats * states;
   const int64_t most =
       std::min<int64_t>(experiment.slots > 0 ? experiment.slots : kMostSlots, answers);
@@ -565,7 +566,7 @@ int run_score(const Experiment& experiment, const RunOptions& options) {
                                      experiment.compute == ComputeType::bf16 ? WeightType::bf16
                                                                              : WeightType::fp32,
                                      options.dry_run ? WeightAccess::headers : WeightAccess::data),
-                    {experiment.compute, experiment.dense, experiment.dt_clamp});
+                    model_options(experiment));
   if (tokenizer->vocabulary_size() > model.spec().vocabulary) {
     throw std::invalid_argument(experiment.tokenizer.string() +
                                 ": tokenizer: " + std::to_string(tokenizer->vocabulary_size()) +

@@ -210,6 +210,7 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
         {precisions_[static_cast<size_t>(s)], document.stream, prompt, experiment_.prefill_chunk});
   }
   StateSet states(model_, rows, experiment_.baseline, experiment_.kernels);
+  states.reserve(length);
   const int row_count = states.rows();
   DocumentProgress at;
   at.figures.resize(static_cast<size_t>(row_count));
@@ -484,7 +485,8 @@ MemoryPlan plan_memory(const Experiment& experiment, const ModelSpec& model,
   plan.cache_per_row = row_bytes.cache;
   plan.state_per_row = row_bytes.state;
   plan.chunk_per_row = row_bytes.chunk;
-  plan.available = available_memory();
+  plan.available = available_memory(experiment.device);
+  if (experiment.device == Device::cuda) plan.available -= plan.weights;
   const int64_t row = plan.cache_per_row + plan.state_per_row + plan.chunk_per_row;
   const int64_t logits = kLogitSliceBytes;
   const int64_t budget = plan.available * 9 / 10 - logits;
@@ -518,7 +520,7 @@ int run_teacher_forced(const Experiment& requested, const RunOptions& options) {
                                      experiment.compute == ComputeType::bf16 ? WeightType::bf16
                                                                              : WeightType::fp32,
                                      options.dry_run ? WeightAccess::headers : WeightAccess::data),
-                    {experiment.compute, experiment.dense, experiment.dt_clamp});
+                    model_options(experiment));
   if (tokenizer->vocabulary_size() > model.spec().vocabulary) {
     throw std::invalid_argument(experiment.tokenizer.string() +
                                 ": tokenizer: " + std::to_string(tokenizer->vocabulary_size()) +

@@ -142,11 +142,12 @@ class Backend {
   virtual WeightView weight(const WeightView& host) = 0;
 
   // Products. `bf16`: operands are rounded to BF16 where the library multiplies; sums are FP32.
+  /// `fp32_result`: y keeps FP32 precision whatever the compute type is (logits).
   /// y = x W^T + b for each range of tokens in turn (DESIGN.md section 2, iii). x [m, in], y [m,
   /// out] contiguous but for x_stride. `w` and `bias` are the host's.
   virtual void linear(const float* x, int64_t x_stride, const WeightView& w,
-                      const std::vector<float>& bias, float* y,
-                      std::span<const TokenRange> ranges) = 0;
+                      const std::vector<float>& bias, float* y, std::span<const TokenRange> ranges,
+                      bool fp32_result = false) = 0;
   /// FP32 products in the fixed order for routers: as kernels' `linear`.
   virtual void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                            float* y) = 0;

@@ -100,12 +100,13 @@ class HostBackend : public Backend {
   WeightView weight(const WeightView& host) override { return host; }
 
   void linear(const float* x, int64_t x_stride, const WeightView& w, const std::vector<float>& bias,
-              float* y, std::span<const TokenRange> ranges) override {
+              float* y, std::span<const TokenRange> ranges, bool fp32_result) override {
     for (const TokenRange& range : ranges) {
       const float* from = x + range.first * x_stride;
       float* to = y + range.first * w.rows;
       if (fast_) {
-        torch_linear(from, range.tokens, x_stride, w, constant(bias), to, w.rows, bf16_);
+        torch_linear(from, range.tokens, x_stride, w, constant(bias), to, w.rows,
+                     bf16_ && !fp32_result);
       } else {
         replayeval::linear(from, range.tokens, x_stride, w, constant(bias), to, w.rows);
       }

@@ -831,7 +831,7 @@ void Model::lm_head_into(const Hidden& hidden, int64_t first, int64_t count, flo
   // Logits stay FP32 in every compute type: BF16 logits of 16 to 32 are 0.125 apart (DESIGN.md
   // section 3).
   const TokenRange range{0, count};
-  self.backend->linear(x, hidden.hidden, self.spec.lm_head.weight, {}, logits, {&range, 1});
+  self.backend->linear(x, hidden.hidden, self.spec.lm_head.weight, {}, logits, {&range, 1}, true);
   if (self.spec.logits_multiplier != 1.0f) {
     self.backend->scale(logits, vocabulary, self.spec.logits_multiplier, nullptr, count, vocabulary,
                         WeightType::fp32);

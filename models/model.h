@@ -24,6 +24,7 @@ namespace replayeval {
 enum class ComputeType : uint8_t { fp32, bf16 };
 enum class DenseMode : uint8_t { invariant, fast };
 enum class Device : uint8_t { cpu, cuda };
+inline const char* name_of(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
 /// On a device: one product a row, whose shape and bits no other row changes, or one for all rows.
 enum class Products : uint8_t { per_row, together };
 /// Nemotron-H and others: does the one-token step clamp dt as the forward pass does (models.md

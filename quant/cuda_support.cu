@@ -75,6 +75,10 @@ void copy_to_host(void* to, const void* from, size_t bytes, CudaStream stream) {
   CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
+void device_copy(void* to, const void* from, size_t bytes, CudaStream stream) {
+  CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+}
+
 void device_fill(void* to, int byte, size_t bytes, CudaStream stream) {
   CUDA_CHECK(cudaMemsetAsync(to, byte, bytes, stream));
 }

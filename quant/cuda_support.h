@@ -38,6 +38,8 @@ void device_free(void* memory) noexcept;
 void copy_to_device(void* to, const void* from, size_t bytes, CudaStream stream = nullptr);
 /// Waits for the stream before it returns.
 void copy_to_host(void* to, const void* from, size_t bytes, CudaStream stream = nullptr);
+/// Within the device.
+void device_copy(void* to, const void* from, size_t bytes, CudaStream stream = nullptr);
 void device_fill(void* to, int byte, size_t bytes, CudaStream stream = nullptr);
 /// Waits for the stream and throws the first error of the work in it.
 void cuda_synchronize(CudaStream stream = nullptr);

@@ -22,6 +22,7 @@ void* device_allocate(size_t) { refuse(); }
 void device_free(void*) noexcept {}
 void copy_to_device(void*, const void*, size_t, CudaStream) { refuse(); }
 void copy_to_host(void*, const void*, size_t, CudaStream) { refuse(); }
+void device_copy(void*, const void*, size_t, CudaStream) { refuse(); }
 void device_fill(void*, int, size_t, CudaStream) { refuse(); }
 void cuda_synchronize(CudaStream) { refuse(); }
 CudaTimer::CudaTimer() { refuse(); }

@@ -119,7 +119,7 @@ TEST_CASE("a minimal experiment gets the defaults of the table") {
   CHECK(e.state_options.seed == 1u);
   CHECK(e.baseline.name == "fp32");
   CHECK(names(e.states) == std::vector<std::string>{"fp32@L=1", "nvfp4+sr"});
-  CHECK(e.device == "cpu");
+  CHECK(e.device == Device::cpu);
   CHECK(e.compute == ComputeType::fp32);
   CHECK(e.dense == DenseMode::invariant);
   CHECK(e.kernels == KernelForm::fast);

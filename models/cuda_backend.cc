@@ -1,0 +1,545 @@
+// The GPU's backend: kernels/*_cuda.h on device memory, which the library's caching allocator
+// gives. `dense: fast` multiplies with cuBLAS and attends with the library's fused kernels;
+// otherwise products and attention keep the order of the host's kernels.
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/ops/_efficient_attention_forward.h>
+#include <ATen/ops/_flash_attention_forward.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "kernels/attention_cuda.h"
+#include "kernels/causal_conv_cuda.h"
+#include "kernels/dense_cuda.h"
+#include "kernels/elementwise_cuda.h"
+#include "kernels/gdn_cuda.h"
+#include "kernels/mamba2_cuda.h"
+#include "models/backend.h"
+#include "quant/cuda_support.h"
+
+namespace replayeval {
+namespace {
+
+/// Rows of at most so many tokens attend in one launch for all rows.
+constexpr int64_t kFewTokens = 8;
+/// Caches grow by at least this share of their length.
+constexpr int64_t kGrowthParts = 4;
+constexpr int64_t kLeastPositions = 256;
+
+at::ScalarType scalar_type(WeightType type) {
+  switch (type) {
+    case WeightType::fp32:
+      return at::kFloat;
+    case WeightType::bf16:
+      return at::kBFloat16;
+    case WeightType::fp16:
+      return at::kHalf;
+  }
+  return at::kFloat;
+}
+
+at::TensorOptions device_options(at::ScalarType type) {
+  return at::TensorOptions().dtype(type).device(at::kCUDA);
+}
+
+at::Tensor view(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
+                at::ScalarType type) {
+  return at::from_blob(const_cast<void*>(data), sizes, strides, device_options(type));
+}
+
+/// Runs work of the library; its errors become this program's.
+template <class Work>
+auto library(const char* what, Work work) {
+  try {
+    return work();
+  } catch (const c10::OutOfMemoryError&) {
+    const CudaDevice device = cuda_device();
+    throw std::runtime_error(
+        std::string("device memory: ") + what + ": not enough (" +
+        std::to_string(device.free_bytes >> 20) + " of " +
+        std::to_string(device.memory_bytes >> 20) +
+        " MiB free); use fewer states at a time, chunk_tokens, slots or data.tokens");
+  } catch (const c10::Error& error) {
+    throw std::runtime_error(std::string("device: ") + what + ": " +
+                             error.what_without_backtrace());
+  }
+}
+
+class CudaBackend;
+
+/// Keys and values contiguous a row: [positions, kv_heads, head_dim].
+class CudaKvStore : public KvStore {
+ public:
+  CudaKvStore(CudaBackend& backend, int kv_heads, int head_dim, KvType type, int rows);
+
+  int64_t length(int row) const override { return rows_[static_cast<size_t>(row)].length; }
+  size_t bytes(int row) const override {
+    const Row& r = rows_[static_cast<size_t>(row)];
+    return r.k.bytes() + r.v.bytes();
+  }
+  void reserve(int row, int64_t tokens) override;
+  void append(int row, const float* k, int64_t k_stride, const float* v, int64_t v_stride,
+              int64_t tokens) override;
+  void truncate(int row, int64_t length) override;
+  void copy(int from, int to) override;
+  void read(int row, int64_t first, int64_t tokens, float* k, float* v) const override;
+  void append_host(int row, const float* k, const float* v, int64_t tokens) override;
+  void attend(std::span<const AttentionQueries> queries, int heads, float scale,
+              KernelForm form) override;
+
+ private:
+  struct Row {
+    int64_t length = 0;
+    int64_t capacity = 0;
+    Memory k, v;
+  };
+  int64_t width() const { return int64_t{kv_heads()} * head_dim(); }
+  size_t position_bytes() const {
+    return static_cast<size_t>(width()) * (type() == KvType::fp32 ? 4 : 2);
+  }
+  void grow(Row& row, int64_t capacity);
+  void attend_flash(const Row& row, const AttentionQueries& q, int heads, float scale) const;
+  void attend_efficient(const Row& row, const AttentionQueries& q, int heads, float scale) const;
+
+  CudaBackend& backend_;
+  std::vector<Row> rows_;
+};
+
+class CudaBackend : public Backend {
+ public:
+  CudaBackend(bool fast, bool bf16) : fast_(fast), bf16_(bf16) {
+    std::string reason;
+    if (!cuda_available(&reason)) throw std::runtime_error("device: cuda: " + reason);
+    library("start", [] {
+      at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+      // FP32 products are FP32, and BF16 products sum in FP32.
+      at::globalContext().setAllowTF32CuBLAS(false);
+      at::globalContext().setAllowBF16ReductionCuBLAS(false);
+    });
+  }
+
+  bool fast() const { return fast_; }
+
+  bool on_device() const override { return true; }
+  void synchronize() override { cuda_synchronize(); }
+
+  std::byte* allocate(size_t bytes) override {
+    const std::string what = std::to_string(bytes >> 20) + " MiB";
+    return library(what.c_str(), [&] {
+      return static_cast<std::byte*>(
+          c10::cuda::CUDACachingAllocator::raw_alloc(std::max<size_t>(bytes, 1)));
+    });
+  }
+  void release(std::byte* memory, size_t) noexcept override {
+    c10::cuda::CUDACachingAllocator::raw_delete(memory);
+  }
+  void upload(void* to, const void* host, size_t bytes) override {
+    if (bytes > 0) copy_to_device(to, host, bytes);
+  }
+  void download(void* host, const void* from, size_t bytes) override {
+    if (bytes > 0) copy_to_host(host, from, bytes);
+  }
+  void copy(void* to, const void* from, size_t bytes) override {
+    if (bytes > 0) device_copy(to, from, bytes);
+  }
+  void copy(std::span<const CopyJob> jobs) override { copy_cuda(jobs); }
+  void clear(void* memory, size_t bytes) override {
+    if (bytes > 0) device_fill(memory, 0, bytes);
+  }
+
+  const float* constant(const std::vector<float>& host) override {
+    return host.empty() ? nullptr : constant(host.data(), host.size());
+  }
+  WeightView weight(const WeightView& host) override { return weight(host, host.type); }
+
+  void linear(const float* x, int64_t x_stride, const WeightView& w, const std::vector<float>& bias,
+              float* y, std::span<const TokenRange> ranges, bool fp32_result) override {
+    std::vector<LinearJob> jobs;
+    for (const TokenRange& range : ranges) {
+      jobs.push_back({x + range.first * x_stride, x_stride, nullptr, range.tokens, w,
+                      bias.empty() ? nullptr : bias.data(), y + range.first * w.rows, w.rows});
+    }
+    multiply(jobs, fp32_result);
+  }
+  void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
+                   float* y) override {
+    linear_cuda(x, m, x_stride, weight(w), nullptr, y, w.rows);
+  }
+  void linear(std::span<const LinearJob> jobs) override { multiply(jobs, false); }
+
+  void rms_norm(const RmsNorm& norm, const float* x, int64_t x_stride, const float* gate,
+                int64_t gate_stride, float* y, int64_t y_stride, int64_t rows,
+                int64_t cols) override {
+    rms_norm_cuda(norm, x, x_stride, gate, gate_stride, y, y_stride, rows, cols);
+  }
+  void activate(Activation f, const float* x, int64_t x_stride, const float* bias, float* y,
+                int64_t y_stride, int64_t rows, int64_t cols, WeightType activation) override {
+    activate_cuda(f, x, x_stride, bias, y, y_stride, rows, cols, activation);
+  }
+  void activate_multiply(Activation f, const float* gate, int64_t gate_stride, float gate_scale,
+                         const float* up, int64_t up_stride, float* y, int64_t y_stride,
+                         int64_t rows, int64_t cols, WeightType activation) override {
+    activate_multiply_cuda(f, gate, gate_stride, gate_scale, up, up_stride, y, y_stride, rows, cols,
+                           activation);
+  }
+  void add_scaled(float* y, const float* x, float multiplier, int64_t rows, int64_t cols,
+                  WeightType activation) override {
+    add_scaled_cuda(y, cols, x, cols, multiplier, rows, cols, activation);
+  }
+  void add_row_scaled(float* y, const float* x, const float* row_scale, int64_t rows, int64_t cols,
+                      WeightType activation) override {
+    add_row_scaled_cuda(y, cols, x, cols, row_scale, rows, cols, activation);
+  }
+  void scale(float* x, int64_t stride, float factor, const float* column, int64_t rows,
+             int64_t cols, WeightType activation) override {
+    scale_cuda(x, stride, factor, column, rows, cols, activation);
+  }
+  void round_to(WeightType type, float* x, int64_t n) override {
+    if (type != WeightType::fp32) round_to_cuda(type, x, n);
+  }
+  void clamp(float* x, int64_t n, float low, float high) override { clamp_cuda(x, n, low, high); }
+  void rotary_apply(float* x, int64_t stride, int64_t n, int heads, int head_dim, int dims,
+                    const float* cos, const float* sin, WeightType activation) override {
+    rotary_apply_cuda(x, stride, n, heads, head_dim, dims, cos, sin, activation);
+  }
+  void combine_experts(const int32_t* slots, const float* weights, int k, const float* slot_output,
+                       int64_t cols, float* y, int64_t y_stride, int64_t tokens,
+                       WeightType activation) override {
+    combine_experts_cuda(slots, weights, k, slot_output, cols, y, y_stride, tokens, activation);
+  }
+  void embed(const WeightView& embedding, std::span<const int32_t> ids, float* out) override {
+    if (ids.empty()) return;
+    const Memory device(*this, ids.size_bytes());
+    upload(device.data(), ids.data(), ids.size_bytes());
+    widen_rows_cuda(weight(embedding), reinterpret_cast<const int32_t*>(device.data()),
+                    static_cast<int64_t>(ids.size()), out);
+  }
+
+  void causal_conv(const CausalConv& conv, std::span<const CausalConvRow> rows,
+                   KernelForm form) override {
+    require_fast(form);
+    causal_conv_cuda(conv, rows);
+  }
+  void mamba2_advance(const Mamba2Layer& layer, std::span<StateRow> rows,
+                      std::span<const Mamba2Inputs> inputs, AdvanceMode mode,
+                      KernelForm form) override {
+    require_fast(form);
+    mamba2_advance_cuda(layer, rows, inputs, mode);
+  }
+  void mamba2_flush(const Mamba2Layer& layer, std::span<StateRow> rows,
+                    std::span<const Mamba2Inputs> inputs, KernelForm form) override {
+    require_fast(form);
+    mamba2_flush_cuda(layer, rows, inputs);
+  }
+  void gdn_advance(const GdnLayer& layer, std::span<StateRow> rows,
+                   std::span<const GdnInputs> inputs, AdvanceMode mode, KernelForm form) override {
+    require_fast(form);
+    gdn_advance_cuda(layer, rows, inputs, mode);
+  }
+  void gdn_flush(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInputs> inputs,
+                 KernelForm form) override {
+    require_fast(form);
+    gdn_flush_cuda(layer, rows, inputs);
+  }
+  void gdn_scalars(const float* a, const float* b, const float* a_exp, int64_t tokens, int heads,
+                   float* scalars) override {
+    gdn_scalars_cuda(a, b, a_exp, tokens, heads, scalars);
+  }
+  void add_decays(const float* values, int64_t stride, const float* factor, int64_t tokens,
+                  int heads, double* sums) override {
+    decay_sum_cuda(values, stride, factor, tokens, heads, sums);
+  }
+
+  std::unique_ptr<KvStore> make_kv_store(int kv_heads, int head_dim, KvType type,
+                                         int rows) override {
+    return std::make_unique<CudaKvStore>(*this, kv_heads, head_dim, type, rows);
+  }
+
+ private:
+  struct Key {
+    const void* data;
+    int64_t rows, cols;
+    WeightType type;
+    bool operator==(const Key&) const = default;
+  };
+  struct KeyHash {
+    size_t operator()(const Key& key) const {
+      const size_t h = std::hash<const void*>()(key.data);
+      return h ^ static_cast<size_t>(key.rows * 131 + key.cols * 31) ^
+             static_cast<size_t>(key.type) << 60;
+    }
+  };
+
+  static void require_fast(KernelForm form) {
+    if (form == KernelForm::reference) {
+      throw std::invalid_argument(
+          "kernels: reference: the FP64 reference runs on the CPU; use device: cpu");
+    }
+  }
+
+  const float* constant(const float* host, size_t count) {
+    auto [entry, added] = constants_.try_emplace(host);
+    if (added) {
+      try {
+        entry->second = Memory(*this, count * sizeof(float));
+        upload(entry->second.data(), host, count * sizeof(float));
+      } catch (...) {
+        constants_.erase(entry);
+        throw;
+      }
+    }
+    return reinterpret_cast<const float*>(entry->second.data());
+  }
+
+  /// The device's copy of a matrix in `type`, rows without gaps.
+  WeightView weight(const WeightView& host, WeightType type) {
+    auto [entry, added] = weights_.try_emplace(Key{host.data, host.rows, host.cols, type});
+    if (added) {
+      try {
+        entry->second = copied(host, type);
+      } catch (...) {
+        weights_.erase(entry);
+        throw;
+      }
+    }
+    return {entry->second.data(), type, host.rows, host.cols, host.cols};
+  }
+
+  Memory copied(const WeightView& host, WeightType type) {
+    const size_t row_bytes = static_cast<size_t>(host.cols * weight_bytes(host.type));
+    Memory memory(*this, static_cast<size_t>(host.rows) * row_bytes);
+    if (host.stride == host.cols) {
+      upload(memory.data(), host.data, memory.bytes());
+    } else {
+      const auto* from = static_cast<const std::byte*>(host.data);
+      std::vector<std::byte> packed(memory.bytes());
+      for (int64_t r = 0; r < host.rows; ++r) {
+        std::memcpy(packed.data() + static_cast<size_t>(r) * row_bytes,
+                    from + r * host.stride * weight_bytes(host.type), row_bytes);
+      }
+      upload(memory.data(), packed.data(), packed.size());
+    }
+    if (type == host.type) return memory;
+    Memory converted(*this, static_cast<size_t>(host.rows * host.cols * weight_bytes(type)));
+    library("weights", [&] {
+      const c10::InferenceMode guard;
+      view(converted.data(), {host.rows, host.cols}, {host.cols, 1}, scalar_type(type))
+          .copy_(
+              view(memory.data(), {host.rows, host.cols}, {host.cols, 1}, scalar_type(host.type)));
+    });
+    return converted;
+  }
+
+  /// Products of host weights with device arrays.
+  void multiply(std::span<const LinearJob> jobs, bool fp32_result) {
+    if (!fast_) {
+      std::vector<LinearJob> placed(jobs.begin(), jobs.end());
+      for (LinearJob& job : placed) {
+        if (job.bias != nullptr) job.bias = constant(job.bias, static_cast<size_t>(job.w.rows));
+        job.w = weight(job.w);
+      }
+      linear_cuda(placed);
+      return;
+    }
+    library("product", [&] {
+      const c10::InferenceMode guard;
+      for (const LinearJob& job : jobs) multiply_fast(job, fp32_result);
+    });
+  }
+
+  void multiply_fast(const LinearJob& job, bool fp32_result) {
+    if (job.m == 0) return;
+    const int64_t in = job.w.cols, out = job.w.rows;
+    // A result that stays FP32 keeps its weights: those of other types are not rounded to BF16.
+    const bool as_bf16 = bf16_ && (!fp32_result || job.w.type == WeightType::bf16);
+    const WeightView w = weight(job.w, as_bf16 ? WeightType::bf16 : job.w.type);
+    Buffer gathered;
+    const float* x = job.x;
+    int64_t x_stride = job.x_stride;
+    if (job.x_rows != nullptr) {
+      gathered = Buffer(*this, job.m * in);
+      widen_rows_cuda({job.x, WeightType::fp32, 0, in, job.x_stride}, job.x_rows, job.m,
+                      gathered.data());
+      x = gathered.data();
+      x_stride = in;
+    }
+    at::Tensor y = view(job.y, {job.m, out}, {job.y_stride, 1}, at::kFloat);
+    at::Tensor weights = view(w.data, {out, in}, {in, 1}, scalar_type(w.type)).t();
+    if (as_bf16) {
+      at::Tensor narrow = at::empty({job.m, in}, device_options(at::kBFloat16));
+      narrow_cuda(x, x_stride, job.m, in, WeightType::bf16, narrow.data_ptr());
+      at::mm_out(y, narrow, weights, at::kFloat);
+    } else {
+      if (w.type != WeightType::fp32) weights = weights.to(at::kFloat);
+      at::mm_out(y, view(x, {job.m, in}, {x_stride, 1}, at::kFloat), weights);
+    }
+    if (job.bias != nullptr) {
+      y.add_(view(constant(job.bias, static_cast<size_t>(out)), {out}, {1}, at::kFloat));
+    }
+  }
+
+  bool fast_;
+  bool bf16_;
+  std::unordered_map<const float*, Memory> constants_;
+  std::unordered_map<Key, Memory, KeyHash> weights_;
+};
+
+CudaKvStore::CudaKvStore(CudaBackend& backend, int kv_heads, int head_dim, KvType type, int rows)
+    : KvStore(kv_heads, head_dim, type), backend_(backend), rows_(static_cast<size_t>(rows)) {}
+
+void CudaKvStore::grow(Row& row, int64_t capacity) {
+  const size_t held = static_cast<size_t>(row.length) * position_bytes();
+  for (Memory* memory : {&row.k, &row.v}) {
+    Memory larger(backend_, static_cast<size_t>(capacity) * position_bytes());
+    if (held > 0) backend_.copy(larger.data(), memory->data(), held);
+    *memory = std::move(larger);
+  }
+  row.capacity = capacity;
+}
+
+void CudaKvStore::reserve(int r, int64_t tokens) {
+  Row& row = rows_[static_cast<size_t>(r)];
+  if (tokens > row.capacity) grow(row, tokens);
+}
+
+void CudaKvStore::append(int r, const float* k, int64_t k_stride, const float* v, int64_t v_stride,
+                         int64_t tokens) {
+  Row& row = rows_[static_cast<size_t>(r)];
+  const int64_t length = row.length + tokens;
+  if (length > row.capacity) {
+    grow(row, std::max({length, row.capacity + row.capacity / kGrowthParts, kLeastPositions}));
+  }
+  const size_t at = static_cast<size_t>(row.length) * position_bytes();
+  append_kv_cuda(k, k_stride, v, v_stride, tokens, width(), row.k.data() + at, row.v.data() + at,
+                 type());
+  row.length = length;
+}
+
+void CudaKvStore::truncate(int r, int64_t length) {
+  Row& row = rows_[static_cast<size_t>(r)];
+  if (length < 0 || length > row.length) {
+    throw std::invalid_argument("key-value cache: truncate to " + std::to_string(length) + " of " +
+                                std::to_string(row.length) + " positions");
+  }
+  row.length = length;
+  if (length == 0) row = Row{};
+}
+
+void CudaKvStore::copy(int from, int to) {
+  const Row& source = rows_[static_cast<size_t>(from)];
+  Row& target = rows_[static_cast<size_t>(to)];
+  target.length = 0;
+  if (target.capacity < source.length) grow(target, source.length);
+  target.length = source.length;
+  const size_t bytes = static_cast<size_t>(source.length) * position_bytes();
+  backend_.copy(target.k.data(), source.k.data(), bytes);
+  backend_.copy(target.v.data(), source.v.data(), bytes);
+}
+
+void CudaKvStore::read(int r, int64_t first, int64_t tokens, float* k, float* v) const {
+  const Row& row = rows_[static_cast<size_t>(r)];
+  const size_t at = static_cast<size_t>(first) * position_bytes();
+  const int64_t count = tokens * width();
+  std::vector<std::byte> bytes(static_cast<size_t>(tokens) * position_bytes());
+  const auto take = [&](const Memory& memory, float* out) {
+    if (out == nullptr || bytes.empty()) return;
+    backend_.download(bytes.data(), memory.data() + at, bytes.size());
+    widen(bytes.data(), type() == KvType::fp32 ? WeightType::fp32 : WeightType::bf16, count, out);
+  };
+  take(row.k, k);
+  take(row.v, v);
+}
+
+void CudaKvStore::append_host(int r, const float* k, const float* v, int64_t tokens) {
+  const int64_t count = tokens * width();
+  const Buffer keys(backend_, count), values(backend_, count);
+  backend_.upload(keys.data(), k, static_cast<size_t>(count) * sizeof(float));
+  backend_.upload(values.data(), v, static_cast<size_t>(count) * sizeof(float));
+  append(r, keys.data(), width(), values.data(), width(), tokens);
+}
+
+void CudaKvStore::attend(std::span<const AttentionQueries> queries, int heads, float scale,
+                         KernelForm form) {
+  if (form == KernelForm::reference) {
+    throw std::invalid_argument(
+        "kernels: reference: the FP64 reference runs on the CPU; use device: cpu");
+  }
+  const bool few = std::all_of(queries.begin(), queries.end(),
+                               [](const AttentionQueries& q) { return q.tokens <= kFewTokens; });
+  const bool fused = head_dim() <= kMaxAttentionDim && head_dim() % 8 == 0;
+  if (!backend_.fast() || few || !fused) {
+    std::vector<AttentionRowCuda> rows;
+    for (const AttentionQueries& q : queries) {
+      const Row& row = rows_[static_cast<size_t>(q.row)];
+      rows.push_back({row.k.data(), row.v.data(), type(), q.position, q.tokens, q.q, q.q_stride,
+                      q.out, q.out_stride});
+    }
+    attention_cuda(rows, heads, kv_heads(), head_dim(), scale);
+    return;
+  }
+  library("attention", [&] {
+    const c10::InferenceMode guard;
+    for (const AttentionQueries& q : queries) {
+      const Row& row = rows_[static_cast<size_t>(q.row)];
+      if (type() == KvType::bf16) {
+        attend_flash(row, q, heads, scale);
+      } else {
+        attend_efficient(row, q, heads, scale);
+      }
+    }
+  });
+}
+
+// The library's causal mask is aligned to the end: query t of T sees S - T + t + 1 of S positions.
+void CudaKvStore::attend_flash(const Row& row, const AttentionQueries& q, int heads,
+                               float scale) const {
+  const int64_t dim = head_dim(), length = q.position + q.tokens;
+  at::Tensor query = at::empty({1, q.tokens, heads, dim}, device_options(at::kBFloat16));
+  narrow_cuda(q.q, q.q_stride, q.tokens, heads * dim, WeightType::bf16, query.data_ptr());
+  const auto cache = [&](const Memory& memory) {
+    return view(memory.data(), {1, length, kv_heads(), dim}, {length * width(), width(), dim, 1},
+                at::kBFloat16);
+  };
+  const std::optional<at::Tensor> none;
+  const std::optional<double> factor = scale;
+  const at::Tensor out = std::get<0>(at::_flash_attention_forward(
+      query, cache(row.k), cache(row.v), none, none, q.tokens, length, 0.0, true, false, factor));
+  view(q.out, {1, q.tokens, heads, dim}, {q.tokens * q.out_stride, q.out_stride, dim, 1},
+       at::kFloat)
+      .copy_(out);
+}
+
+// The kernel knows no grouped queries: each KV head is one of the batch, with its queries as heads
+// that share it.
+void CudaKvStore::attend_efficient(const Row& row, const AttentionQueries& q, int heads,
+                                   float scale) const {
+  constexpr int64_t kCausalFromEnd = 2;
+  const int64_t dim = head_dim(), length = q.position + q.tokens;
+  const int64_t group = heads / kv_heads();
+  const auto cache = [&](const Memory& memory) {
+    return view(memory.data(), {kv_heads(), length, group, dim}, {dim, width(), 0, 1}, at::kFloat);
+  };
+  const auto queries = [&](const float* data, int64_t stride) {
+    return view(data, {kv_heads(), q.tokens, group, dim}, {group * dim, stride, dim, 1},
+                at::kFloat);
+  };
+  const std::optional<at::Tensor> none;
+  const std::optional<double> factor = scale;
+  const at::Tensor out = std::get<0>(at::_efficient_attention_forward(
+      queries(q.q, q.q_stride), cache(row.k), cache(row.v), none, none, none, q.tokens, length, 0.0,
+      kCausalFromEnd, false, factor));
+  queries(q.out, q.out_stride).copy_(out);
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> make_cuda_backend(bool fast, bool bf16) {
+  return std::make_unique<CudaBackend>(fast, bf16);
+}
+
+}  // namespace replayeval
