@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <optional>
+#include <random>
 #include <stdexcept>
 #include <thread>
 
@@ -18,6 +20,7 @@
 #include "models/state_store.h"
 #include "models/torch_dense.h"
 #include "quant/codec.h"
+#include "quant/cuda_support.h"
 #include "quant/format_file.h"
 #include "quant/random.h"
 
@@ -241,34 +244,80 @@ struct JobTimes {
   double dense() const { return forward.products + forward.attention + head; }
 };
 
+/// The states of a job and the time of its work so far.
+class TimedJob {
+ public:
+  TimedJob(const Model& model, const Document& document, const std::vector<std::string>& names)
+      : model_(model), document_(document) {
+    StateOptions defaults;
+    defaults.seed = 1;
+    const StatePrecision baseline = parse_state_precision("fp32", defaults);
+    rows_.push_back({baseline, document.stream, 0, 0});
+    for (const std::string& name : names)
+      rows_.push_back({parse_state_precision(name, defaults), document.stream, 0, 0});
+    states_.emplace(model, rows_, baseline, KernelForm::fast);
+  }
+
+  void reserve(int64_t tokens) { states_->reserve(tokens); }
+
+  /// The document's next `count` tokens, with their metrics.
+  void step(int count) {
+    times_.total += seconds_of([&] {
+      const auto begin = document_.tokens.begin() + states_->position(0);
+      std::vector<int32_t> batch, targets(static_cast<size_t>(count), -1);
+      for (size_t r = 0; r < rows_.size(); ++r) batch.insert(batch.end(), begin, begin + count);
+      const Hidden hidden =
+          model_.forward({batch, std::vector<int>(rows_.size(), count)}, *states_);
+      MeasureTimes measured;
+      measure(model_, hidden, static_cast<int>(rows_.size()), count, targets, kLogitSliceBytes,
+              &measured);
+      times_.head += measured.head;
+      times_.metrics += measured.metrics;
+    });
+  }
+
+  /// Begins the document again; times go on.
+  void restart() {
+    for (size_t r = 0; r < rows_.size(); ++r) states_->reset(static_cast<int>(r), rows_[r]);
+  }
+
+  int64_t position() const { return states_->position(0); }
+  JobTimes times() const {
+    JobTimes times = times_;
+    times.forward = states_->times();
+    return times;
+  }
+
+ private:
+  const Model& model_;
+  const Document& document_;
+  std::vector<RowSpec> rows_;
+  std::optional<StateSet> states_;
+  JobTimes times_;
+};
+
 JobTimes time_job(const Model& model, const Document& document,
                   const std::vector<std::string>& names, int64_t tokens, int chunk) {
-  StateOptions defaults;
-  defaults.seed = 1;
-  const StatePrecision baseline = parse_state_precision("fp32", defaults);
-  std::vector<RowSpec> rows{{baseline, document.stream, 0, 0}};
-  for (const std::string& name : names)
-    rows.push_back({parse_state_precision(name, defaults), document.stream, 0, 0});
-  StateSet states(model, rows, baseline, KernelForm::fast);
-  JobTimes times;
-  times.total = seconds_of([&] {
-    for (int64_t first = 0; first < tokens; first += chunk) {
-      const int count = static_cast<int>(std::min<int64_t>(chunk, tokens - first));
-      std::vector<int32_t> batch, targets(static_cast<size_t>(count), -1);
-      for (size_t r = 0; r < rows.size(); ++r) {
-        batch.insert(batch.end(), document.tokens.begin() + first,
-                     document.tokens.begin() + first + count);
+  TimedJob job(model, document, names);
+  job.reserve(tokens);
+  while (job.position() < tokens)
+    job.step(static_cast<int>(std::min<int64_t>(chunk, tokens - job.position())));
+  return job.times();
+}
+
+/// Attention's operations over `tokens` tokens from the start: two products of 2 head_dim a query
+/// and visible key.
+double attention_operations(const ModelSpec& model, int64_t tokens) {
+  double operations = 0;
+  for (const Block& block : model.blocks) {
+    for (const Branch& branch : block.branches) {
+      if (const auto* a = std::get_if<AttentionSpec>(&branch.mixer)) {
+        operations += 2.0 * a->head_dim * a->heads * static_cast<double>(tokens) *
+                      static_cast<double>(tokens + 1);
       }
-      const Hidden hidden = model.forward({batch, std::vector<int>(rows.size(), count)}, states);
-      MeasureTimes measured;
-      measure(model, hidden, static_cast<int>(rows.size()), count, targets, kLogitSliceBytes,
-              &measured);
-      times.head += measured.head;
-      times.metrics += measured.metrics;
     }
-  });
-  times.forward = states.times();
-  return times;
+  }
+  return operations;
 }
 
 Document load_document(const BenchOptions& options, int64_t tokens) {
@@ -324,42 +373,170 @@ void print_job(const BenchOptions& options) {
   std::printf("\n");
 }
 
+// The machine's own speed changes over such a run. So a second job goes beside the first, chunk by
+// chunk in turn, that starts again every 4,096 tokens: both see the same machine, and a ratio of
+// the two over the same number of tokens is the growth.
 void print_growth(const BenchOptions& options) {
+  constexpr int64_t kShort = 4096;
+  constexpr int kChunk = 256;
   const Model model(Checkpoint::open(options.model), {});
   const Document document = load_document(options, options.longest);
-  std::printf("Growth: FP32 row alone; the last column counts operations from the shapes\n");
+  std::printf(
+      "Growth: the FP32 row of one long text, beside texts of 4,096 tokens in turn with it; the "
+      "last "
+      "column counts operations from the shapes\n");
   std::printf("%10s %26s %30s\n", "tokens", "time without attention",
               "attention rate, operations/s");
-  double first_rate = 0, first_time = 0;
-  for (int64_t tokens = 4096; tokens <= options.longest; tokens *= 2) {
-    JobTimes best;
-    best.total = INFINITY;
-    for (int repeat = 0; repeat < 2; ++repeat) {
-      const JobTimes times = time_job(model, document, {}, tokens, 256);
-      if (times.total < best.total) best = times;
-    }
-    double operations = 0;
-    for (const Block& block : model.spec().blocks) {
-      for (const Branch& branch : block.branches) {
-        if (const auto* a = std::get_if<AttentionSpec>(&branch.mixer)) {
-          operations += 2.0 * a->head_dim * a->heads * static_cast<double>(tokens) *
-                        static_cast<double>(tokens + 1);
-        }
-      }
-    }
-    const double rest = (best.total - best.forward.attention) / static_cast<double>(tokens);
-    const double rate = operations / best.forward.attention;
-    if (first_time == 0) {
-      first_time = rest;
-      first_rate = rate;
-    }
-    std::printf("%10lld %18.3f x a token %22.3f x that of 4,096\n", static_cast<long long>(tokens),
-                rest / first_time, rate / first_rate);
+  TimedJob(model, document, {}).step(kChunk);  // reads the weights, starts the threads
+  TimedJob whole(model, document, {}), parts(model, document, {});
+  const double short_operations = attention_operations(model.spec(), kShort);
+  int64_t next = kShort;
+  while (whole.position() < options.longest) {
+    if (parts.position() == kShort) parts.restart();
+    whole.step(kChunk);
+    parts.step(kChunk);
+    if (whole.position() != next) continue;
+    const JobTimes w = whole.times(), p = parts.times();
+    const double rest = (w.total - w.forward.attention) / (p.total - p.forward.attention);
+    const double rate = attention_operations(model.spec(), next) / w.forward.attention;
+    const double short_rate =
+        short_operations * static_cast<double>(next / kShort) / p.forward.attention;
+    std::printf("%10lld %18.3f x a token %22.3f x that of 4,096\n", static_cast<long long>(next),
+                rest, rate / short_rate);
+    std::fflush(stdout);
+    next *= 2;
   }
   std::printf("\n");
 }
 
+/// Operations of all products of one token, the LM head's included.
+double product_operations(const ModelSpec& model) {
+  double operations = 0;
+  const auto add = [&](const LinearSpec& linear, double times = 1) {
+    operations += times * 2.0 * static_cast<double>(linear.weight.rows) *
+                  static_cast<double>(linear.weight.cols);
+  };
+  const auto add_mlp = [&](const MlpSpec& mlp, double times = 1) {
+    add(mlp.up, times);
+    add(mlp.down, times);
+    if (mlp.gate) add(*mlp.gate, times);
+  };
+  for (const Block& block : model.blocks) {
+    for (const Branch& branch : block.branches) {
+      if (const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer)) {
+        add(mamba->in_proj);
+        add(mamba->out_proj);
+      } else if (const auto* gdn = std::get_if<GdnSpec>(&branch.mixer)) {
+        for (const LinearSpec* linear : {&gdn->qkv, &gdn->z, &gdn->b, &gdn->a, &gdn->out_proj})
+          add(*linear);
+      } else if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
+        for (const LinearSpec* linear :
+             {&attention->q, &attention->k, &attention->v, &attention->o})
+          add(*linear);
+      } else if (const auto* mlp = std::get_if<MlpSpec>(&branch.mixer)) {
+        add_mlp(*mlp);
+      } else if (const auto* moe = std::get_if<MoeSpec>(&branch.mixer)) {
+        add(moe->router);
+        add_mlp(moe->experts.front(), moe->experts_per_token);
+        if (moe->shared) add_mlp(*moe->shared);
+        if (moe->latent_in) add(*moe->latent_in);
+        if (moe->latent_out) add(*moe->latent_out);
+      }
+    }
+  }
+  return operations;
+}
+
+/// Tokens of no text, for models without a tokenizer.
+Document random_document(int vocabulary, int64_t tokens) {
+  Document document;
+  document.id = "random";
+  std::mt19937 random(1);
+  std::uniform_int_distribution<int32_t> any(0, vocabulary - 1);
+  for (int64_t t = 0; t < tokens; ++t) document.tokens.push_back(any(random));
+  return document;
+}
+
 }  // namespace
+
+int run_device_job_bench(const BenchOptions& options) {
+  constexpr int kChunk = 512;
+  constexpr int64_t kSingle = 2048;  // tokens in the middle that go one at a time
+  ModelOptions model_options;
+  model_options.compute = ComputeType::bf16;
+  model_options.dense = DenseMode::fast;
+  model_options.device = Device::cuda;
+  model_options.timed = true;
+  const Model model(Checkpoint::open(options.model, WeightType::bf16), model_options);
+  std::vector<std::string> names = options.states;
+  if (names.empty())
+    names = {"fp32@L=1",     "fp16+sr",    "fp8+sr",        "nvfp4+sr",
+             "nvfp4+sr@L=1", "fp32/nvfp4", "fp16+sr/nvfp4", "fp8+sr/nvfp4"};
+  const bool text = std::filesystem::exists(options.model / "tokenizer.json") ||
+                    std::filesystem::exists(options.model / "tokenizer.model");
+  const Document document = text ? load_document(options, options.tokens)
+                                 : random_document(model.spec().vocabulary, options.tokens);
+  const int64_t free_before = static_cast<int64_t>(cuda_device().free_bytes);
+  TimedJob job(model, document, names);
+  job.reserve(options.tokens);
+  const double rows = static_cast<double>(names.size() + 1);
+  const int64_t middle = options.tokens / 2 / kChunk * kChunk - kSingle / 2;
+  double single = 0, beside = 0;
+  job.step(kChunk);  // uploads weights, chooses kernels
+  const JobTimes warm = job.times();
+  while (job.position() < options.tokens) {
+    const int64_t left = options.tokens - job.position();
+    if (options.single && middle > kChunk && job.position() == middle) {
+      const double before = job.times().total;
+      for (int64_t t = 0; t < kSingle; ++t) job.step(1);
+      single = job.times().total - before;
+      continue;
+    }
+    const double before = job.times().total;
+    const bool near_middle = job.position() >= middle - kSingle && job.position() < middle;
+    job.step(static_cast<int>(std::min<int64_t>(kChunk, left)));
+    if (near_middle) beside += job.times().total - before;
+  }
+  const JobTimes all = job.times();
+  const double total = all.total - warm.total - single;
+  const int64_t tokens = options.tokens - kChunk - (single > 0 ? kSingle : 0);
+  std::printf("%s: %lld tokens, %zu states and the FP32 row, chunks of %d, BF16, %s tokens\n",
+              options.model.string().c_str(), static_cast<long long>(options.tokens), names.size(),
+              kChunk, text ? "text" : "random");
+  std::printf("  %.1f s for %lld tokens (without the first chunk%s): %.0f tokens/s a row\n", total,
+              static_cast<long long>(tokens), single > 0 ? " and the single tokens" : "",
+              static_cast<double>(tokens) / total);
+  if (single > 0) {
+    std::printf("  single tokens around position %lld take %.1f x the time of chunks before them\n",
+                static_cast<long long>(middle + kSingle / 2), single / beside);
+    return 0;  // the times by kind hold both
+  }
+  const ForwardTimes& f = all.forward;
+  const ForwardTimes& w = warm.forward;
+  print_share("matrix products", f.products - w.products, total);
+  print_share("attention", f.attention - w.attention, total);
+  print_share("state replay with encoding", f.state - w.state, total);
+  print_share("convolution", f.convolution - w.convolution, total);
+  print_share("LM head, KL, NLL, top-1", all.metrics - warm.metrics, total);
+  print_share("norms, activations, copies", f.other - w.other, total);
+  const double peak = device_matrix_rate(true);
+  const double products = product_operations(model.spec()) * static_cast<double>(tokens) * rows;
+  const double attention = (attention_operations(model.spec(), options.tokens) -
+                            attention_operations(model.spec(), kChunk)) *
+                           rows;
+  const double product_seconds = f.products - w.products;
+  const double attention_seconds = f.attention - w.attention;
+  std::printf("  BF16 matrix rate %.0f T operations/s; products at %.0f%%", peak * 1e-12,
+              100 * products / product_seconds / peak);
+  if (attention_seconds > 0)
+    std::printf(", attention at %.0f%%", 100 * attention / attention_seconds / peak);
+  std::printf(", both at %.0f%%\n",
+              100 * (products + attention) / (product_seconds + attention_seconds) / peak);
+  std::printf(
+      "  device memory %.2f GB more than before the job\n",
+      1e-9 * static_cast<double>(free_before - static_cast<int64_t>(cuda_device().free_bytes)));
+  return 0;
+}
 
 int run_bench(const BenchOptions& options) {
   const std::vector<std::string> known = {"all", "formats", "kernels", "job", "growth"};

@@ -409,7 +409,7 @@ int parse_and_run(int argc, const char* const* argv) {
       app.add_subcommand("bench", "rates of the kernels, and where a run's time goes");
   bench_app->add_option("what", bench_options.what,
                         "all (unless given) | formats | kernels | job | growth; with --device "
-                        "cuda decode | kernels | kl");
+                        "cuda decode | kernels | kl | job");
   GpuBenchOptions gpu_options;
   std::string bench_device = "cpu";
   bench_app->add_option("--device", bench_device, "cpu unless given, or cuda")
@@ -425,6 +425,8 @@ int parse_and_run(int argc, const char* const* argv) {
                         "folder or hub name, models/mini-mamba2 unless given");
   bench_app->add_option("--data", bench_data,
                         "folder in PG-19's layout, datasets/sample unless given");
+  bench_app->add_flag("--single", bench_options.single,
+                      "job on a GPU: 2,048 tokens in the middle go one at a time, for the ratio");
   bench_app->add_option("--tokens", bench_options.tokens, "of the job, 8192 unless given");
   bench_app->add_option("--longest", bench_options.longest,
                         "longest context of the growth table, 32768 unless given");
@@ -447,6 +449,12 @@ int parse_and_run(int argc, const char* const* argv) {
   bench_app->callback([&] {
     if (random_app->parsed()) {
       write_random_checkpoint(random_name, random_folder, random_seed);
+      return;
+    }
+    if (bench_device == "cuda" && bench_options.what == "job") {
+      if (!bench_model.empty()) bench_options.model = find_model(bench_model);
+      if (!bench_data.empty()) bench_options.data = bench_data;
+      result = run_device_job_bench(bench_options);
       return;
     }
     if (bench_device == "cuda") {

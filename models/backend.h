@@ -211,6 +211,10 @@ class Backend {
 /// Host memory and the kernels of kernels/*.h. `fast`: products through LibTorch; `bf16`: their
 /// operands in BF16.
 std::unique_ptr<Backend> make_host_backend(bool fast, bool bf16);
+/// Operations a second of the library's product of two BF16 (or FP32) matrices of 8192 x 8192 on
+/// the current GPU, FP32 result. Throws std::runtime_error without a usable GPU.
+double device_matrix_rate(bool bf16);
+
 /// The current GPU. `fast`: cuBLAS and fused attention; otherwise the fixed order of the host's
 /// kernels, bit for bit. Throws std::runtime_error without a usable GPU.
 std::unique_ptr<Backend> make_cuda_backend(bool fast, bool bf16);

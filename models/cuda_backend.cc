@@ -538,6 +538,31 @@ void CudaKvStore::attend_efficient(const Row& row, const AttentionQueries& q, in
 
 }  // namespace
 
+double device_matrix_rate(bool bf16) {
+  constexpr int64_t kSize = 8192;
+  constexpr int kRepeats = 5;
+  const CudaBackend start(true, bf16);
+  return library("product", [&] {
+    const c10::InferenceMode guard;
+    const auto type = bf16 ? at::kBFloat16 : at::kFloat;
+    const at::Tensor a = at::randn({kSize, kSize}, device_options(type)),
+                     b = at::randn({kSize, kSize}, device_options(type));
+    at::Tensor y = at::empty({kSize, kSize}, device_options(at::kFloat));
+    const auto product = [&] {
+      if (bf16) {
+        at::mm_out(y, a, b.t(), at::kFloat);
+      } else {
+        at::mm_out(y, a, b.t());
+      }
+    };
+    product();
+    CudaTimer timer;
+    timer.start();
+    for (int i = 0; i < kRepeats; ++i) product();
+    return kRepeats * 2.0 * kSize * kSize * kSize / timer.stop();
+  });
+}
+
 std::unique_ptr<Backend> make_cuda_backend(bool fast, bool bf16) {
   return std::make_unique<CudaBackend>(fast, bf16);
 }
