@@ -123,6 +123,32 @@ REPLAYEVAL_INLINE Words encode_floats(const FloatConstants& k, Floats y, Words r
   return a > kInfinityBits ? splat_word(k.nan) : code;
 }
 
+/// encode_floats<Round::stochastic> of a format known when compiling: signed, saturating, with a
+/// bias of at most 64, so that what is subnormal in FP32 is shifted out with or without its hidden
+/// bit.
+template <const FloatFormat& kFormat>
+REPLAYEVAL_INLINE Words encode_known(Floats y, Words random) {
+  constexpr int kLowest = 128 - kFormat.bias, kMantissa = kFormat.mantissa_bits;
+  constexpr int kBits = kFormat.random_bits, kShift = 23 - kMantissa - kBits;
+  constexpr uint32_t kSign = 1u << kFormat.magnitude_bits();
+  static_assert(kFormat.has_sign && kLowest >= 64 && kBits > 0 && kShift >= 0);
+  const Words bits = (Words)y;
+  const Words a = bits & kMagnitude;
+  const Ints exponent = (Ints)(a >> 23);
+  const Words significand = (bits & 0x7FFFFFu) | 0x800000u;
+  Words right = (Words)int_max(Ints{} + (kLowest + kShift) - exponent, Ints{} + kShift);
+#if !defined(__AVX2__)
+  right = (Words)int_min((Ints)right, Ints{} + 31);  // AVX2 and later: 0 for shifts of 32 or more
+#endif
+  const Words rounded = ((significand >> right) + (random >> (32 - kBits))) >> kBits;
+  const Words whole = (Words)int_max(exponent, Ints{} + kLowest) << kMantissa;
+  const Words code = whole + rounded - (static_cast<uint32_t>(kLowest) << kMantissa);
+  const Words limited = code < kFormat.max_code ? code : splat_word(kFormat.max_code);
+  constexpr uint32_t kNan = kFormat.nan_code != kNoCode ? kFormat.nan_code : kFormat.max_code;
+  return a > kInfinityBits ? splat_word(kNan)
+                           : limited | (bits >> (31 - kFormat.magnitude_bits()) & kSign);
+}
+
 struct DecodeConstants {
   int mantissa, magnitude_bits, power;
   uint32_t mask, inf, first_nan;
@@ -240,7 +266,8 @@ REPLAYEVAL_INLINE Words count_below(const float* tree, int levels, Floats x) {
 
 // ---- Elements.
 
-enum class Kind { floating, integer, values };
+/// `fp16`, `e2m1`: floating, rounded stochastically with all of the format known when compiling.
+enum class Kind { floating, fp16, e2m1, integer, values };
 
 struct ElementConstants {
   FloatConstants number;
@@ -256,7 +283,11 @@ struct ElementConstants {
 
 template <Kind kKind, bool kStochastic>
 REPLAYEVAL_INLINE Words encode_elements(const ElementConstants& k, Floats y, Words random) {
-  if constexpr (kKind == Kind::floating) {
+  if constexpr (kKind == Kind::fp16) {
+    return encode_known<kFp16>(y, random);
+  } else if constexpr (kKind == Kind::e2m1) {
+    return encode_known<kE2m1>(y, random);
+  } else if constexpr (kKind == Kind::floating) {
     return encode_floats < kStochastic ? Round::stochastic : Round::nearest > (k.number, y, random);
   } else if constexpr (kKind == Kind::integer) {
     Floats clean = y == y ? y : Floats{};
@@ -386,7 +417,8 @@ REPLAYEVAL_INLINE Floats scaled(Scaling scaling, Floats x, Floats factor) {
 }
 
 /// What a row's elements turned out to be: how many y lie outside the clip limits, and the largest
-/// bits of |x| (infinity and above mean that the counts have to be taken apart).
+/// bits of |y| (infinity and above, which a non-finite x always gives, mean that the counts have to
+/// be taken apart).
 struct RowCounts {
   uint64_t outside = 0;
   uint32_t largest = 0;
@@ -402,7 +434,7 @@ template <Kind kKind, bool kStochastic>
 REPLAYEVAL_INLINE Words encode_step(const ElementConstants& k, Floats x, Floats factor,
                                     Scaling scaling, Words random, Words* largest, Ints* outside) {
   Floats y = scaled(scaling, x, factor);
-  *largest = word_max(*largest, (Words)x & kMagnitude);
+  *largest = word_max(*largest, (Words)y & kMagnitude);
   Ints past;
   if (k.two_sided) {
     past = (y > k.clip_high) | (y < k.clip_low);
@@ -419,7 +451,7 @@ __attribute__((noinline)) RowCounts encode_row(const ElementConstants& constants
   const ElementConstants k = constants;
   const Scaling scaling = job.scaling;
   const int columns = job.columns;
-  const int size = job.code_size;
+  const int size = kKind == Kind::fp16 ? 16 : kKind == Kind::e2m1 ? 4 : job.code_size;
   Words largest{};
   Ints outside{};
   int c = 0;
@@ -457,14 +489,26 @@ __attribute__((noinline)) RowCounts encode_row(const ElementConstants& constants
 
 typedef RowCounts (*RowFunction)(const ElementConstants&, const RowJob&);
 
-REPLAYEVAL_INLINE RowFunction row_function(ElementKind kind, bool stochastic) {
-  switch (kind) {
+/// Whether a format rounds stochastically as encode_known<known> does.
+REPLAYEVAL_INLINE bool rounds_as(const FormatDescriptor& d, const FloatFormat& known) {
+  const FloatFormat& f = d.number;
+  return d.saturate && d.random_bits == known.random_bits &&
+         f.exponent_bits == known.exponent_bits && f.mantissa_bits == known.mantissa_bits &&
+         f.bias == known.bias && f.max_code == known.max_code && f.nan_code == known.nan_code &&
+         f.has_sign;
+}
+
+REPLAYEVAL_INLINE RowFunction row_function(const FormatDescriptor& d, bool stochastic) {
+  switch (d.element) {
     case ElementKind::integer:
       return stochastic ? encode_row<Kind::integer, true> : encode_row<Kind::integer, false>;
     case ElementKind::values:
       return stochastic ? encode_row<Kind::values, true> : encode_row<Kind::values, false>;
     default:
-      return stochastic ? encode_row<Kind::floating, true> : encode_row<Kind::floating, false>;
+      if (!stochastic) return encode_row<Kind::floating, false>;
+      if (rounds_as(d, kFp16)) return encode_row<Kind::fp16, true>;
+      if (rounds_as(d, kE2m1)) return encode_row<Kind::e2m1, true>;
+      return encode_row<Kind::floating, true>;
   }
 }
 
@@ -493,6 +537,33 @@ REPLAYEVAL_INLINE float run_amax(const float* x, int64_t count) {
   return bits_float(amax);
 }
 
+#if defined(__AVX512F__)
+/// The largest |x|, as bits, of each of 16 blocks of 16: halves of the lanes against each other,
+/// lanes that still stand for one block side by side.
+REPLAYEVAL_INLINE Words block_maxima(const float* x) {
+  const auto term = [x](int block) __attribute__((always_inline)) {
+    return _mm512_and_si512(_mm512_loadu_si512(x + 16 * block), _mm512_set1_epi32(kMagnitude));
+  };
+  __m512i quad[4];
+  for (int m = 0; m < 4; ++m) {  // 128-bit part p: block 4 p + m
+    const __m512i a = term(m), b = term(4 + m), c = term(8 + m), d = term(12 + m);
+    const __m512i ab =
+        _mm512_max_epu32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xEE));
+    const __m512i cd =
+        _mm512_max_epu32(_mm512_shuffle_i32x4(c, d, 0x44), _mm512_shuffle_i32x4(c, d, 0xEE));
+    quad[m] =
+        _mm512_max_epu32(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xDD));
+  }
+  const __m512i low = _mm512_max_epu32(_mm512_unpacklo_epi64(quad[0], quad[1]),
+                                       _mm512_unpackhi_epi64(quad[0], quad[1]));
+  const __m512i high = _mm512_max_epu32(_mm512_unpacklo_epi64(quad[2], quad[3]),
+                                        _mm512_unpackhi_epi64(quad[2], quad[3]));
+  const __m512 even = _mm512_shuffle_ps((__m512)low, (__m512)high, 0x88);
+  const __m512 odd = _mm512_shuffle_ps((__m512)low, (__m512)high, 0xDD);
+  return (Words)_mm512_max_epu32((__m512i)even, (__m512i)odd);
+}
+#endif
+
 /// amax of the blocks of one band of block_rows rows.
 REPLAYEVAL_INLINE void band_amax(const PackedLayout& l, const float* x, float* columns,
                                  float* amax) {
@@ -517,16 +588,21 @@ REPLAYEVAL_INLINE void band_amax(const PackedLayout& l, const float* x, float* c
     source = columns;
   }
   const int width = l.block_columns;
+  for (int b = 0; b < l.blocks_across; ++b) amax[b] = run_amax(source + b * width, width);
+}
+
+/// amax of `count` blocks of 16 that lie one behind the other.
+REPLAYEVAL_INLINE void amax_of_16(const float* x, int64_t count, float* amax) {
+  int64_t b = 0;
 #if defined(__AVX512F__)
-  if (width == 16) {
-    for (int b = 0; b < l.blocks_across; ++b) {
-      amax[b] =
-          bits_float(_mm512_reduce_max_epu32((__m512i)amax_terms(load<Floats>(source + 16 * b))));
-    }
-    return;
+  for (; b + 16 <= count; b += 16) {
+    const Words most = block_maxima(x + 16 * b);
+    // Only infinity and NaN make an amax_term differ from |x|.
+    if (_mm512_cmpge_epu32_mask((__m512i)most, _mm512_set1_epi32(kInfinityBits))) break;
+    store(amax + b, most);
   }
 #endif
-  for (int b = 0; b < l.blocks_across; ++b) amax[b] = run_amax(source + b * width, width);
+  for (; b < count; ++b) amax[b] = run_amax(x + 16 * b, 16);
 }
 
 struct ScaleConstants {
@@ -618,6 +694,148 @@ REPLAYEVAL_INLINE void spread(const float* blocks, int count, int width, float* 
     for (int b = 0; b < count; ++b) {
       for (int c = 0; c < width; ++c) columns[b * width + c] = blocks[b];
     }
+  }
+}
+
+// ---- Random words.
+
+/// Philox-4x32-10 under one key. Of a head's counters only the first word varies, so that most of
+/// the first two rounds is the same for all; `second_*` is what they leave, before the part that a
+/// counter gives.
+struct PhiloxRounds {
+  uint64_t key0[10], key1[10];
+  uint64_t first2, second0, second2, second3;
+};
+
+REPLAYEVAL_INLINE PhiloxRounds philox_rounds(const PhiloxKey& key) {
+  PhiloxRounds r{};
+  uint32_t key0 = key.key0, key1 = key.key1;
+  for (int i = 0; i < 10; ++i) {
+    r.key0[i] = key0;
+    r.key1[i] = key1;
+    key0 += kPhiloxWeyl0;
+    key1 += kPhiloxWeyl1;
+  }
+  const uint64_t product1 = uint64_t{kPhiloxMultiplier1} * key.counter2;
+  const uint32_t first0 =
+      static_cast<uint32_t>(product1 >> 32) ^ key.counter1 ^ static_cast<uint32_t>(r.key0[0]);
+  const uint64_t product0 = uint64_t{kPhiloxMultiplier0} * first0;
+  r.first2 = key.counter3 ^ r.key1[0];
+  r.second0 = static_cast<uint32_t>(product1) ^ r.key0[1];
+  r.second2 = (product0 >> 32) ^ r.key1[1];
+  r.second3 = static_cast<uint32_t>(product0);
+  return r;
+}
+
+REPLAYEVAL_INLINE Pairs splat_pair(uint64_t x) { return x - Pairs{}; }
+
+/// Products of the low words of every pair.
+REPLAYEVAL_INLINE Pairs multiply_low(Pairs a, Pairs b) {
+#if defined(__AVX512F__)
+  return (Pairs)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Pairs)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (Pairs)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+  return (a & 0xFFFFFFFFull) * (b & 0xFFFFFFFFull);
+#endif
+}
+
+/// The high word of every pair, in its low word; what the high one holds is not said. (A shuffle,
+/// because shifts wait for the unit that multiplies.)
+REPLAYEVAL_INLINE Pairs high_word(Pairs x) {
+#if defined(__AVX512F__)
+  return (Pairs)_mm512_shuffle_epi32((__m512i)x, (_MM_PERM_ENUM)0xF5);
+#elif defined(__AVX2__)
+  return (Pairs)_mm256_shuffle_epi32((__m256i)x, 0xF5);
+#elif defined(__SSE2__)
+  return (Pairs)_mm_shuffle_epi32((__m128i)x, 0xF5);
+#else
+  return x >> 32;
+#endif
+}
+
+REPLAYEVAL_INLINE Pairs xor3(Pairs a, Pairs b, Pairs c) {
+#if defined(__AVX512F__)
+  return (Pairs)_mm512_ternarylogic_epi64((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
+#else
+  return a ^ b ^ c;
+#endif
+}
+
+/// [a0 b0 a2 b2 ..] and [a1 b1 a3 b3 ..].
+REPLAYEVAL_INLINE Words interleave_even(Pairs a, Pairs b) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Words)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b);
+#else
+  return (Words)Pairs{a[0], b[0]};
+#endif
+}
+REPLAYEVAL_INLINE Words interleave_odd(Pairs a, Pairs b) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Words)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b);
+#else
+  return (Words)Pairs{a[1], b[1]};
+#endif
+}
+
+constexpr int kCounters = kLanes / 2;  // a vector of pairs holds one word of so many counters
+
+/// Words of kGroups vectors of counters from `counter` on: 4 kCounters a vector. A word lies in the
+/// low half of its pair; the high half is anything.
+template <int kGroups>
+REPLAYEVAL_INLINE void philox_groups(const PhiloxRounds& r, uint32_t counter, uint32_t* words) {
+  const Pairs multiplier0 = splat_pair(kPhiloxMultiplier0);
+  const Pairs multiplier1 = splat_pair(kPhiloxMultiplier1);
+  Pairs c0[kGroups], c1[kGroups], c2[kGroups], c3[kGroups];
+  for (int g = 0; g < kGroups; ++g) {
+    // Even pairs take the first half of the counters, odd ones the second: the order of interleave.
+    Pairs n;
+    for (int i = 0; i < kCounters; ++i) {
+      n[i] = static_cast<uint32_t>(g * kCounters + i / 2 + (i % 2) * (kCounters / 2));
+    }
+    const Pairs first = multiply_low(n + splat_pair(counter), multiplier0);
+    const Pairs second = multiply_low(high_word(first) ^ splat_pair(r.first2), multiplier1);
+    c0[g] = high_word(second) ^ splat_pair(r.second0);
+    c1[g] = second;
+    c2[g] = first ^ splat_pair(r.second2);
+    c3[g] = splat_pair(r.second3);
+  }
+  for (int i = 2; i < 10; ++i) {
+    const Pairs key0 = splat_pair(r.key0[i]), key1 = splat_pair(r.key1[i]);
+    for (int g = 0; g < kGroups; ++g) {
+      const Pairs product0 = multiply_low(c0[g], multiplier0);
+      const Pairs product1 = multiply_low(c2[g], multiplier1);
+      c0[g] = xor3(high_word(product1), c1[g], key0);
+      c1[g] = product1;
+      c2[g] = xor3(high_word(product0), c3[g], key1);
+      c3[g] = product0;
+    }
+  }
+  for (int g = 0; g < kGroups; ++g) {
+    const Pairs low = (c0[g] & 0xFFFFFFFFull) | c1[g] << 32;
+    const Pairs high = (c2[g] & 0xFFFFFFFFull) | c3[g] << 32;
+    store(words + 2 * g * kLanes, interleave_even(low, high));
+    store(words + (2 * g + 1) * kLanes, interleave_odd(low, high));
+  }
+}
+
+/// The words of a row, at most 2 kLanes - 1 beyond `columns`.
+__attribute__((noinline)) void random_words(const PhiloxRounds& r, int row, int columns,
+                                            uint32_t* words) {
+  constexpr int kStep = 2 * kLanes;
+  const uint32_t first = static_cast<uint32_t>(row) << 16;
+  int c = 0;
+  for (; c + 4 * kStep <= columns; c += 4 * kStep) {
+    philox_groups<4>(r, first + static_cast<uint32_t>(c / 4), words + c);
+  }
+  for (; c < columns; c += kStep) {
+    philox_groups<1>(r, first + static_cast<uint32_t>(c / 4), words + c);
   }
 }
 
@@ -760,68 +978,7 @@ void count_row(const FormatDescriptor& d, const RowJob& job, const float* scale,
 }  // namespace
 
 void random_row(const PhiloxKey& key, int row, int columns, uint32_t* words) {
-#if defined(__SSE2__)
-  // A counter fills four lanes (c0, c1, c2, c3). Products of the even lanes are (lo0, hi0, lo1,
-  // hi1); reversed they are the round's (hi1, lo1, hi0, lo0), and (c1, 0, c3, 0) is the counter
-  // shifted by one lane.
-  constexpr int kChains = 4;
-  Words round_key[10], multiplier{};
-  uint32_t key0 = key.key0, key1 = key.key1;
-  for (int i = 0; i < 10; ++i) {
-    Words k{};
-    for (int lane = 0; lane < kLanes; lane += 4) {
-      k[lane] = key0;
-      k[lane + 2] = key1;
-    }
-    round_key[i] = k;
-    key0 += kPhiloxWeyl0;
-    key1 += kPhiloxWeyl1;
-  }
-  Words counter{}, step{};
-  for (int lane = 0; lane < kLanes; lane += 4) {
-    multiplier[lane] = kPhiloxMultiplier0;
-    multiplier[lane + 2] = kPhiloxMultiplier1;
-    counter[lane] = (static_cast<uint32_t>(row) << 16) + static_cast<uint32_t>(lane / 4);
-    counter[lane + 1] = key.counter1;
-    counter[lane + 2] = key.counter2;
-    counter[lane + 3] = key.counter3;
-    step[lane] = kLanes / 4;
-  }
-  auto one_round = [&](Words v, Words k) __attribute__((always_inline)) {
-#if defined(__AVX512F__)
-    Words product = (Words)_mm512_mul_epu32((__m512i)v, (__m512i)multiplier);
-    Words swapped = (Words)_mm512_shuffle_epi32((__m512i)product, (_MM_PERM_ENUM)0x1B);
-    return (Words)_mm512_ternarylogic_epi32((__m512i)swapped, _mm512_srli_epi64((__m512i)v, 32),
-                                            (__m512i)k, 0x96);
-#elif defined(__AVX2__)
-    Words product = (Words)_mm256_mul_epu32((__m256i)v, (__m256i)multiplier);
-    Words swapped = (Words)_mm256_shuffle_epi32((__m256i)product, 0x1B);
-    return swapped ^ (Words)((Pairs)v >> 32) ^ k;
-#else
-    Words product = (Words)_mm_mul_epu32((__m128i)v, (__m128i)multiplier);
-    Words swapped = (Words)_mm_shuffle_epi32((__m128i)product, 0x1B);
-    return swapped ^ (Words)((Pairs)v >> 32) ^ k;
-#endif
-  };
-  for (int c = 0; c < columns; c += kChains * kLanes) {
-    Words v[kChains];
-    for (int j = 0; j < kChains; ++j) {
-      v[j] = counter;
-      counter += step;
-    }
-    for (int i = 0; i < 10; ++i) {
-      for (int j = 0; j < kChains; ++j) v[j] = one_round(v[j], round_key[i]);
-    }
-    for (int j = 0; j < kChains; ++j) store(words + c + j * kLanes, v[j]);
-  }
-#else
-  for (int c = 0; c < columns; c += 4) {
-    PhiloxWords w =
-        philox4x32<10>((static_cast<uint32_t>(c) >> 2) + (static_cast<uint32_t>(row) << 16),
-                       key.counter1, key.counter2, key.counter3, key.key0, key.key1);
-    for (int i = 0; i < 4; ++i) words[c + i] = w.word[i];
-  }
-#endif
+  random_words(philox_rounds(key), row, columns, words);
 }
 
 float amax_fast(const float* x, int64_t count) { return run_amax(x, count); }
@@ -854,7 +1011,8 @@ void encode_fast(const EncodeTask& task, float* memory, EncodeCounts* counts) {
   }
   Scratch s = divide_scratch(l, memory);
   const ElementConstants k = element_constants(d, task.stochastic, s.tree);
-  const RowFunction encode = row_function(d.element, task.stochastic);
+  const RowFunction encode = row_function(d, task.stochastic);
+  const PhiloxRounds rounds = philox_rounds(task.key);
 
   RowJob job{};
   job.scaling = !d.scaled() || (!blocks && d.span == Span::none) ? Scaling::none
@@ -869,7 +1027,7 @@ void encode_fast(const EncodeTask& task, float* memory, EncodeCounts* counts) {
   auto row = [&](int r, const float* scale, bool zero_scale) __attribute__((always_inline)) {
     job.x = task.x + static_cast<int64_t>(r) * n;
     job.first = static_cast<int64_t>(r) * n;
-    if (task.stochastic) random_row(task.key, r, n, s.random);
+    if (task.stochastic) random_words(rounds, r, n, s.random);
     RowCounts found = encode(k, job);
     if (found.largest >= kInfinityBits || zero_scale) {
       count_row(d, job, scale, counts);
@@ -907,7 +1065,11 @@ void encode_fast(const EncodeTask& task, float* memory, EncodeCounts* counts) {
   }
 
   const int across = l.blocks_across;
-  for (int band = 0; band < l.blocks_down; ++band) {
+  const bool rows_of_16 = l.block_rows == 1 && l.block_columns == 16;
+  if (rows_of_16) {
+    amax_of_16(task.x, static_cast<int64_t>(l.blocks_down) * across, s.block_amax);
+  }
+  for (int band = 0; band < l.blocks_down && !rows_of_16; ++band) {
     band_amax(l, task.x + static_cast<int64_t>(band) * l.block_rows * n, s.columns,
               s.block_amax + static_cast<int64_t>(band) * across);
   }
@@ -1003,6 +1165,26 @@ void encode_fast(const EncodeTask& task, float* memory, EncodeCounts* counts) {
 
 namespace {
 
+/// Asks for what a walk through packed heads reads soon: one page ahead, where the machine does not
+/// look by itself.
+REPLAYEVAL_INLINE void prefetch(const std::byte* at) { __builtin_prefetch(at + 4096); }
+
+/// table[code] of kLanes 4-bit codes.
+REPLAYEVAL_INLINE Floats look_up_nibbles(const float* table, const std::byte* codes) {
+#if defined(__AVX512F__)
+  // Eight codes a word, in eight lanes, each shifted down to its own; a look-up reads four bits.
+  int low, high;
+  __builtin_memcpy(&low, codes, 4);
+  __builtin_memcpy(&high, codes + 4, 4);
+  const __m512i words = _mm512_mask_set1_epi32(_mm512_set1_epi32(low), 0xFF00, high);
+  const __m512i shifts =
+      _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  return look_up16(table, (Words)_mm512_srlv_epi32(words, shifts));
+#else
+  return look_up16(table, load_codes(codes, 4, 0));
+#endif
+}
+
 /// decode_fast of 4-bit codes in blocks of whole vectors of a row (NVFP4, MXFP4): elements from a
 /// table of their sixteen values, scales of kChunk blocks at a time. Factors in the same order.
 REPLAYEVAL_INLINE void decode_nibble_blocks(const FormatDescriptor& d, const PackedLayout& l,
@@ -1021,6 +1203,8 @@ REPLAYEVAL_INLINE void decode_nibble_blocks(const FormatDescriptor& d, const Pac
   const std::byte* scales = packed + l.scales;
   const int total = l.head_dim * l.blocks_across;
   float scale[kChunk];
+  float outer = 1;
+  if (l.outer_count > 0) __builtin_memcpy(&outer, packed + l.outer, 4);
   for (int first = 0; first < total; first += kChunk) {
     const int count = total - first < kChunk ? total - first : kChunk;
     const std::byte* codes = scales + static_cast<size_t>(first) * l.scale_size;
@@ -1037,19 +1221,52 @@ REPLAYEVAL_INLINE void decode_nibble_blocks(const FormatDescriptor& d, const Pac
       for (int b = 0; b < count; b += kLanes)
         store(scale + b, decode_floats(sk, load_codes(codes, 8 * l.scale_size, b)));
     }
+    if (l.block_columns == kLanes && l.outer_count == 1) {  // NVFP4
+      const std::byte* from = packed + static_cast<size_t>(first) * (kLanes / 2);
+      float* to = x + static_cast<size_t>(first) * kLanes;
+      for (int b = 0; b < count; ++b) {
+        if (b % 8 == 0) prefetch(from + b * (kLanes / 2));
+        store(to + b * kLanes,
+              look_up_nibbles(table, from + b * (kLanes / 2)) * splat(scale[b]) * outer);
+      }
+      continue;
+    }
     for (int b = 0; b < count; ++b) {
-      float outer = 1;
-      if (l.outer_count > 0) {
-        const int at = l.outer_count > 1 ? (first + b) / l.blocks_across : 0;
-        __builtin_memcpy(&outer, packed + l.outer + 4 * static_cast<size_t>(at), 4);
+      if (l.outer_count > 1) {
+        const size_t at = static_cast<size_t>((first + b) / l.blocks_across);
+        __builtin_memcpy(&outer, packed + l.outer + 4 * at, 4);
       }
       const int64_t start = static_cast<int64_t>(first + b) * l.block_columns;
+      prefetch(packed + start / 2);
+      const Floats s = splat(scale[b]);
       for (int c = 0; c < l.block_columns; c += kLanes) {
-        Floats v = look_up16(table, load_codes(packed, 4, start + c)) * splat(scale[b]);
+        Floats v = look_up_nibbles(table, packed + (start + c) / 2) * s;
         if (l.outer_count > 0) v = v * outer;
         store(x + start + c, v);
       }
     }
+  }
+}
+
+/// decode_fast of plain FP16: the machine's own conversion, but for NaN, whose payload it keeps.
+REPLAYEVAL_INLINE void decode_fp16(const std::byte* packed, int64_t count, float* x) {
+  int64_t i = 0;
+#if defined(__AVX512F__) || defined(__F16C__)
+  for (; i + kLanes <= count; i += kLanes) {
+    prefetch(packed + 2 * i);
+#if defined(__AVX512F__)
+    const Floats v = (Floats)_mm512_cvtph_ps((__m256i)load<Halves>(packed + 2 * i));
+#else
+    const Floats v = (Floats)_mm256_cvtph_ps((__m128i)load<Halves>(packed + 2 * i));
+#endif
+    const Words nan = ((Words)v & 0x80000000u) | 0x7FC00000u;
+    store(x + i, v == v ? v : (Floats)nan);
+  }
+#endif
+  for (; i < count; ++i) {
+    uint16_t code;
+    __builtin_memcpy(&code, packed + 2 * i, 2);
+    x[i] = decode_float(kFp16, code);
   }
 }
 
@@ -1065,6 +1282,11 @@ void decode_fast(const FormatDescriptor& d, const PackedLayout& l, const std::by
   const int n = l.state_dim;
   if (d.element == ElementKind::fp32) {
     __builtin_memcpy(x, packed, static_cast<size_t>(l.head_dim) * n * 4);
+    return;
+  }
+  if (d.element == ElementKind::floating && d.number == kFp16 &&
+      d.block_scale == BlockScale::none && l.outer_count == 0) {
+    decode_fp16(packed, static_cast<int64_t>(l.head_dim) * n, x);
     return;
   }
   Scratch s = divide_scratch(l, memory);
