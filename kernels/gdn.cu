@@ -1,10 +1,11 @@
 // GDN and KDA replay on the device (gdn_cuda.h). A block walks one value head of one row through
 // all windows of the call. The state is kept as on the host's fast path, [state_dim, head_dim] with
 // head_dim contiguous, so that every sum over state_dim or over records is one chain of fused
-// multiply-adds in one thread.
+// multiply-adds in one thread. Rows that gdn_rows.cuh takes go there.
 #include "kernels/gdn_block.cuh"
 #include "kernels/gdn_checks.h"
 #include "kernels/gdn_cuda.h"
+#include "kernels/gdn_rows.cuh"
 #include "kernels/replay_cuda.cuh"
 
 namespace replayeval {
@@ -17,6 +18,7 @@ struct GdnLaunch {
   GdnLayer layer;
   float query_scale;
   const GdnInputs* inputs;
+  const int* rows;  // of the launch
   LayerStep step;
   int records;
   bool separate;
@@ -60,8 +62,7 @@ struct RowInputs {
 __global__ void __launch_bounds__(kThreads) gdn_walk(const __grid_constant__ GdnLaunch launch) {
   extern __shared__ __align__(16) std::byte shared[];
   const GdnLayer& layer = launch.layer;
-  const int row =
-      launch.step.pass == LayerPass::none ? launch.tables.row_order[blockIdx.y] : launch.step.row;
+  const int row = launch.step.pass == LayerPass::none ? launch.rows[blockIdx.y] : launch.step.row;
   DeviceHead head;
   int pending = 0;
   if (!bind_head(launch.tables, launch.step, static_cast<int>(blockIdx.x), row, &head, &pending))
@@ -93,6 +94,60 @@ __global__ void __launch_bounds__(kThreads) gdn_walk(const __grid_constant__ Gdn
                                RowInputs{&layer, &in, head.head, key_head}, work, at});
 }
 
+size_t gdn_rows_shared(int buffers, int matrices) {
+  return static_cast<size_t>(GdnRowLayout(buffers, matrices).end) * sizeof(float);
+}
+
+template <class Kernel>
+void launch_rows(Kernel* kernel, const GdnRowLaunch& launch, int rows, int blocks, size_t shared,
+                 cudaStream_t stream) {
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shared)));
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>(launch.layer.value_heads * blocks), static_cast<unsigned>(rows));
+  config.blockDim = dim3(kGdnRowThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(blocks);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = blocks > 1 ? 1 : 0;
+  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, launch));
+}
+
+/// Launches of the rows whose state stays in registers.
+void run_rows(const GdnRowLaunch& launch, int eager, int windows, cudaStream_t stream) {
+  const int blocks = launch.layer.value_dim > kGdnRows ? 2 : 1;
+  SideStream* side = eager > 0 && windows > 0 ? &SideStream::current() : nullptr;
+  if (side) side->fork(stream);
+  if (eager > 0) {
+    launch_rows(blocks > 1 ? gdn_eager<true> : gdn_eager<false>, launch, eager, blocks,
+                gdn_rows_shared(2, 0), stream);
+  }
+  if (windows > 0) {
+    GdnRowLaunch own = launch;
+    own.rows = launch.rows + eager;
+    launch_rows(blocks > 1 ? gdn_windows<true> : gdn_windows<false>, own, windows, blocks,
+                gdn_rows_shared(1, 2), side ? side->stream() : stream);
+  }
+  if (side) side->join(stream);
+}
+
+/// Whether the current device runs gdn_rows.cuh's kernels for the layer.
+bool takes_rows(const GdnLayer& layer) {
+  if (layer.channel_decay || layer.value_dim > 2 * kGdnRows ||
+      block_shared_limit() < gdn_rows_shared(1, 2))
+    return false;
+  if (layer.value_dim <= kGdnRows) return true;
+  int device = 0, major = 0;
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major >= 9;
+}
+
 void run(const GdnLayer& layer, std::span<const StateRow> rows, std::span<const GdnInputs> inputs,
          WalkMode mode, cudaStream_t stream) {
   if (rows.empty()) return;
@@ -100,13 +155,23 @@ void run(const GdnLayer& layer, std::span<const StateRow> rows, std::span<const 
   RowTables row_tables(rows, shape, layer.value_heads, layer.layer, layer.head_offset, mode);
   std::vector<int> tokens;
   for (const GdnInputs& in : inputs) tokens.push_back(in.tokens);
+  const bool takes = takes_rows(layer);
+  const RowGroups groups(rows, layer.key_dim, mode, [&](int) { return takes; });
   CallTables tables(stream);
   row_tables.add_to(&tables);
   const size_t inputs_at = tables.add(inputs);
+  const size_t fast_at = tables.add(std::span<const int>(groups.fast()));
+  const size_t general_at = tables.add(std::span<const int>(groups.general));
+  std::vector<StateRow> general_rows;
+  std::vector<int> general_tokens;
+  for (int r : groups.general) {
+    general_rows.push_back(rows[static_cast<size_t>(r)]);
+    general_tokens.push_back(tokens[static_cast<size_t>(r)]);
+  }
   GdnLaunch launch{};
   launch.layer = layer;
   launch.query_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(layer.key_dim)));
-  launch.records = largest_span(rows, tokens, mode);
+  launch.records = largest_span(general_rows, general_tokens, mode);
   launch.separate = row_tables.any_separate();
   const GdnLayout at(layer.value_dim, layer.key_dim, launch.records, layer.channel_decay,
                      launch.separate);
@@ -118,7 +183,7 @@ void run(const GdnLayer& layer, std::span<const StateRow> rows, std::span<const 
   const bool work_in = codec + work <= limit;
   const bool matrices_in = codec + matrices + (work_in ? work : 0) <= limit;
   const size_t shared = codec + (work_in ? work : 0) + (matrices_in ? matrices : 0);
-  const size_t blocks = rows.size() * static_cast<size_t>(layer.value_heads);
+  const size_t blocks = general_rows.size() * static_cast<size_t>(layer.value_heads);
   const size_t elements = static_cast<size_t>(shape.elements());
   const size_t matrices_at = matrices_in ? 0 : tables.reserve(blocks * matrices);
   const size_t work_at = work_in ? 0 : tables.reserve(blocks * work);
@@ -132,6 +197,11 @@ void run(const GdnLayer& layer, std::span<const StateRow> rows, std::span<const 
   tables.upload();
   launch.tables = row_tables.on_device(tables);
   launch.inputs = tables.table<const GdnInputs>(inputs_at);
+  run_rows(
+      {launch.tables, layer, launch.query_scale, launch.inputs, tables.table<const int>(fast_at)},
+      static_cast<int>(groups.eager.size()), static_cast<int>(groups.windows.size()), stream);
+  if (general_rows.empty()) return;
+  launch.rows = tables.table<const int>(general_at);
   launch.matrices = matrices_in ? nullptr : tables.scratch<float>(matrices_at);
   launch.work = work_in ? nullptr : tables.scratch<float>(work_at);
   launch.spare = row_tables.any_residual() ? tables.scratch<float>(spare_at) : nullptr;
@@ -142,6 +212,7 @@ void run(const GdnLayer& layer, std::span<const StateRow> rows, std::span<const 
       passes ? tables.scratch<uint32_t>(amax_at) : nullptr, stream,
       [&](const LayerStep& step, int count) {
         launch.step = step;
+        if (step.pass == LayerPass::none) count = static_cast<int>(general_rows.size());
         const dim3 grid(static_cast<unsigned>(layer.value_heads), static_cast<unsigned>(count));
         gdn_walk<<<grid, kThreads, shared, stream>>>(launch);
         CUDA_CHECK(cudaGetLastError());

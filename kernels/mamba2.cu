@@ -1,9 +1,10 @@
 // Mamba-2 replay on the device (mamba2_cuda.h). A block walks one head of one row through all
 // windows of the call. Inside a window: products B_j . C_t and their decays, reads of the
-// checkpoint for all queries at once, outputs, the fold.
+// checkpoint for all queries at once, outputs, the fold. Rows that mamba2_rows.cuh takes go there.
 #include "kernels/mamba2_block.cuh"
 #include "kernels/mamba2_checks.h"
 #include "kernels/mamba2_cuda.h"
+#include "kernels/mamba2_rows.cuh"
 #include "kernels/replay_cuda.cuh"
 
 namespace replayeval {
@@ -54,6 +55,7 @@ struct Mamba2Launch {
   ReplayTables tables;
   Mamba2Layer layer;
   const Mamba2Inputs* inputs;
+  const int* rows;  // of the launch
   LayerStep step;
   int records;      // capacity of a span
   bool separate;    // room for read checkpoints
@@ -205,8 +207,7 @@ __global__ void __launch_bounds__(kThreads)
     mamba2_walk(const __grid_constant__ Mamba2Launch launch) {
   extern __shared__ __align__(16) std::byte shared[];
   const Mamba2Layer& layer = launch.layer;
-  const int row =
-      launch.step.pass == LayerPass::none ? launch.tables.row_order[blockIdx.y] : launch.step.row;
+  const int row = launch.step.pass == LayerPass::none ? launch.rows[blockIdx.y] : launch.step.row;
   DeviceHead head;
   int pending = 0;
   if (!bind_head(launch.tables, launch.step, static_cast<int>(blockIdx.x), row, &head, &pending))
@@ -230,6 +231,41 @@ __global__ void __launch_bounds__(kThreads)
   walk_head(head, walk, launch.step, Mamba2Span{&launch, &head, &in, work, at});
 }
 
+size_t mamba2_rows_shared(int head_dim) {
+  const int threads = (kRowThreads * head_dim + 31) / 32 * 32;
+  return static_cast<size_t>(Mamba2RowLayout(head_dim, threads, 1, 2).end) * sizeof(float);
+}
+
+/// Launches of the rows whose state stays in registers.
+void run_rows(const Mamba2RowLaunch& launch, int eager, int windows, cudaStream_t stream) {
+  const int head_dim = launch.layer.head_dim, threads = (kRowThreads * head_dim + 31) / 32 * 32;
+  const unsigned heads = static_cast<unsigned>(launch.layer.heads);
+  const auto shared_bytes = [&](int buffers, int matrices) {
+    return static_cast<size_t>(Mamba2RowLayout(head_dim, threads, buffers, matrices).end) *
+           sizeof(float);
+  };
+  Mamba2RowLaunch own = launch;
+  SideStream* side = eager > 0 && windows > 0 ? &SideStream::current() : nullptr;
+  if (side) side->fork(stream);
+  if (eager > 0) {
+    const size_t shared = shared_bytes(2, 0);
+    CUDA_CHECK(cudaFuncSetAttribute(mamba2_eager, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared)));
+    mamba2_eager<<<dim3(heads, static_cast<unsigned>(eager)), threads, shared, stream>>>(own);
+    CUDA_CHECK(cudaGetLastError());
+  }
+  if (windows > 0) {
+    const size_t shared = shared_bytes(1, 2);
+    own.rows = launch.rows + eager;
+    CUDA_CHECK(cudaFuncSetAttribute(mamba2_windows, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared)));
+    mamba2_windows<<<dim3(heads, static_cast<unsigned>(windows)), threads, shared,
+                     side ? side->stream() : stream>>>(own);
+    CUDA_CHECK(cudaGetLastError());
+    if (side) side->join(stream);
+  }
+}
+
 void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
          std::span<const Mamba2Inputs> inputs, WalkMode mode, cudaStream_t stream) {
   if (rows.empty()) return;
@@ -237,12 +273,23 @@ void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
   RowTables row_tables(rows, shape, layer.heads, layer.layer, layer.head_offset, mode);
   std::vector<int> tokens;
   for (const Mamba2Inputs& in : inputs) tokens.push_back(in.tokens);
+  const bool narrow = kRowThreads * layer.head_dim <= kMamba2RowThreads &&
+                      block_shared_limit() >= mamba2_rows_shared(layer.head_dim);
+  const RowGroups groups(rows, layer.state_dim, mode, [&](int) { return narrow; });
   CallTables tables(stream);
   row_tables.add_to(&tables);
   const size_t inputs_at = tables.add(inputs);
+  const size_t fast_at = tables.add(std::span<const int>(groups.fast()));
+  const size_t general_at = tables.add(std::span<const int>(groups.general));
+  std::vector<StateRow> general_rows;
+  std::vector<int> general_tokens;
+  for (int r : groups.general) {
+    general_rows.push_back(rows[static_cast<size_t>(r)]);
+    general_tokens.push_back(tokens[static_cast<size_t>(r)]);
+  }
   Mamba2Launch launch{};
   launch.layer = layer;
-  launch.records = largest_span(rows, tokens, mode);
+  launch.records = largest_span(general_rows, general_tokens, mode);
   launch.separate = row_tables.any_separate();
   const Mamba2Layout at(layer.head_dim, layer.state_dim, launch.records, launch.separate);
   size_t shared = block_codec_bytes(layer.head_dim) + static_cast<size_t>(at.end) * sizeof(float);
@@ -257,7 +304,7 @@ void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
                                 std::to_string(shared) + " bytes of shared memory, this GPU has " +
                                 std::to_string(limit) + "; a shorter window needs less");
   }
-  const size_t blocks = rows.size() * static_cast<size_t>(layer.heads);
+  const size_t blocks = general_rows.size() * static_cast<size_t>(layer.heads);
   const size_t elements = static_cast<size_t>(shape.elements());
   const size_t matrices_at = in_shared ? 0 : tables.reserve(blocks * matrices);
   const size_t spare_at =
@@ -269,6 +316,10 @@ void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
   tables.upload();
   launch.tables = row_tables.on_device(tables);
   launch.inputs = tables.table<const Mamba2Inputs>(inputs_at);
+  run_rows({launch.tables, layer, launch.inputs, tables.table<const int>(fast_at)},
+           static_cast<int>(groups.eager.size()), static_cast<int>(groups.windows.size()), stream);
+  if (general_rows.empty()) return;
+  launch.rows = tables.table<const int>(general_at);
   launch.matrices = in_shared ? nullptr : tables.scratch<float>(matrices_at);
   launch.spare = row_tables.any_residual() ? tables.scratch<float>(spare_at) : nullptr;
   CUDA_CHECK(cudaFuncSetAttribute(mamba2_walk, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -278,6 +329,7 @@ void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
                 passes ? tables.scratch<uint32_t>(amax_at) : nullptr, stream,
                 [&](const LayerStep& step, int count) {
                   launch.step = step;
+                  if (step.pass == LayerPass::none) count = static_cast<int>(general_rows.size());
                   const dim3 grid(static_cast<unsigned>(layer.heads), static_cast<unsigned>(count));
                   mamba2_walk<<<grid, kThreads, shared, stream>>>(launch);
                   CUDA_CHECK(cudaGetLastError());

@@ -1,0 +1,495 @@
+// GDN with a head's state in registers: columns 32 p .. 32 p + 31 of the key dimension are a
+// thread's, so that a sum over them (kernels/gdn.h: one chain, ascending) passes through the four
+// threads of a row in turn. A head of more than 64 rows is a cluster of two blocks.
+#pragma once
+
+#include "kernels/gdn.h"
+#include "kernels/row_replay.cuh"
+
+namespace replayeval {
+
+constexpr int kGdnRows = 64;  // of a block
+constexpr int kGdnRowThreads = kRowThreads * kGdnRows;
+constexpr int kGdnKeyRow = 156;  // 4 numbers of room behind each 32: see copy_rows_async
+
+struct GdnRowLaunch {
+  ReplayTables tables;
+  GdnLayer layer;
+  float query_scale;
+  const GdnInputs* inputs;
+  const int* rows;
+};
+
+/// Offsets in floats of a block's shared memory.
+struct GdnRowLayout {
+  int keys, queries, v, beta, g, buffer;  // within a set of records
+  int sets, words, carried, weights, key_weights, query_weights, read_k, read_q, state, read, end;
+
+  __host__ __device__ GdnRowLayout(int buffers, int matrices) {
+    keys = 0;
+    queries = keys + kRowRecords * kGdnKeyRow;
+    v = queries + kRowRecords * kGdnKeyRow;
+    beta = v + kRowRecords * kGdnRows;
+    g = beta + kRowRecords;
+    buffer = g + kRowRecords;
+    sets = 0;
+    words = buffers * buffer;
+    carried = words + 2 * HeadMax<false>::kWords;
+    weights = carried + kRowRecords;
+    key_weights = weights + kRowRecords;
+    const int windows = matrices > 0 ? 1 : 0;
+    query_weights = key_weights + windows * kRowRecords * kRowRecords;
+    read_k = query_weights + windows * kRowRecords * kRowRecords;
+    read_q = read_k + windows * kRowRecords * kGdnRows;
+    state = read_q + windows * kRowRecords * kGdnRows;
+    read = state + (matrices > 0 ? 32 * kGdnRowThreads : 0);
+    end = read + (matrices > 1 ? 32 * kGdnRowThreads : 0);
+  }
+};
+
+/// Where a head's records lie; `first_row`, `rows`: of the matrix, those of the block.
+struct GdnRecords {
+  const GdnInputs* in;
+  const float *k, *q, *v, *beta, *g;
+  int rows;
+  bool aligned;
+
+  __device__ GdnRecords(const GdnLayer& layer, const GdnInputs& inputs, int head, int first_row,
+                        int row_count)
+      : in(&inputs), rows(row_count) {
+    const int64_t key_head = head / (layer.value_heads / layer.key_heads);
+    k = inputs.k + key_head * kRowColumns;
+    q = inputs.q + key_head * kRowColumns;
+    v = inputs.v + int64_t{head} * layer.value_dim + first_row;
+    beta = inputs.beta + head;
+    g = inputs.decay_log2 + head;
+    aligned = rows_aligned(k, inputs.k_stride, 0) && rows_aligned(q, inputs.q_stride, 0) &&
+              rows_aligned(v, inputs.v_stride, row_count);
+  }
+  __device__ void start(const GdnRowLayout& at, float* set, int64_t first, int records,
+                        int64_t first_query, int queries) const {
+    copy_rows_async<true>(set + at.keys, kGdnKeyRow, k + first * in->k_stride, in->k_stride,
+                          records, kRowColumns, aligned);
+    copy_rows_async<true>(set + at.queries + (first_query - first) * kGdnKeyRow, kGdnKeyRow,
+                          q + first_query * in->q_stride, in->q_stride, queries, kRowColumns,
+                          aligned);
+    copy_rows_async<false>(set + at.v, kGdnRows, v + first * in->v_stride, in->v_stride, records,
+                           rows, aligned);
+    const int j = static_cast<int>(threadIdx.x);
+    if (j < records) {
+      copy4_async(set + at.beta + j, beta + (first + j) * in->beta_stride);
+      copy4_async(set + at.g + j, g + (first + j) * in->decay_stride);
+    }
+  }
+};
+
+/// x (scale / sqrt(sum x^2 + 1e-6)) in place for the rows first .. count - 1: sixteen threads a
+/// row, lane l summing n = l, l + 16, ..., then the tree of lanes i + 8, + 4, + 2, + 1.
+__device__ __forceinline__ void normalise_rows(float* rows, int first, int count, float scale) {
+  const int lane = threadIdx.x & 15;
+  for (int base = 0; base < kRowRecords; base += static_cast<int>(blockDim.x >> 4)) {
+    const int t = base + static_cast<int>(threadIdx.x >> 4);
+    const bool wanted = t >= first && t < count;
+    float* x = rows + t * kGdnKeyRow + lane;
+    float kept[8], squares = 0.0f;
+#pragma unroll
+    for (int m = 0; m < 8; ++m) kept[m] = wanted ? x[16 * m + 4 * (m >> 1)] : 0.0f;
+#pragma unroll
+    for (int m = 0; m < 8; ++m) squares = __fmaf_rn(kept[m], kept[m], squares);
+    for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
+    if (!wanted) continue;
+    const float factor = scale / sqrtf(squares + 1e-6f);
+#pragma unroll
+    for (int m = 0; m < 8; ++m) x[16 * m + 4 * (m >> 1)] = kept[m] * factor;
+  }
+}
+
+/// sum + a . b over the thread's run of columns, ascending.
+__device__ __forceinline__ float run_chain(const float4 (&a)[kRowQuads],
+                                           const float4 (&b)[kRowQuads], float sum) {
+#pragma unroll
+  for (int i = 0; i < kRowQuads; ++i) {
+    sum = __fmaf_rn(a[i].x, b[i].x, sum);
+    sum = __fmaf_rn(a[i].y, b[i].y, sum);
+    sum = __fmaf_rn(a[i].z, b[i].z, sum);
+    sum = __fmaf_rn(a[i].w, b[i].w, sum);
+  }
+  return sum;
+}
+/// The whole row's sum, to its four threads.
+__device__ __forceinline__ float row_chain(const float4 (&a)[kRowQuads],
+                                           const float4 (&b)[kRowQuads]) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int stage = 0; stage < kRowThreads; ++stage)
+    sum = __shfl_sync(0xFFFFFFFFu, run_chain(a, b, sum), stage, kRowThreads);
+  return sum;
+}
+__device__ __forceinline__ void load_run(const float* from, float4 (&to)[kRowQuads]) {
+#pragma unroll
+  for (int i = 0; i < kRowQuads; ++i) to[i] = load4(from + 4 * i);
+}
+
+/// L = 1, one shared checkpoint: u = beta (v - 2^g (S k)), S <- 2^g S + u k^T, o = S q, S encoded
+/// and decoded every token.
+template <bool kCluster>
+__global__ void __launch_bounds__(kGdnRowThreads, 2)
+    gdn_eager(const __grid_constant__ GdnRowLaunch launch) {
+  extern __shared__ __align__(16) float shared_floats[];
+  using namespace row_codec;
+  const GdnLayer& layer = launch.layer;
+  DeviceHead head;
+  int pending = 0;
+  const int row_index = launch.rows[blockIdx.y];
+  constexpr int kBlocks = kCluster ? 2 : 1;
+  const int rank = kCluster ? static_cast<int>(blockIdx.x) & 1 : 0;
+  if (!bind_head(launch.tables, LayerStep{}, static_cast<int>(blockIdx.x) / kBlocks, row_index,
+                 &head, &pending))
+    return;
+  const GdnInputs& in = launch.inputs[row_index];
+  const int tid = threadIdx.x, own = tid >> 2, part = tid & 3, row = kGdnRows * rank + own,
+            value_dim = layer.value_dim;
+  const GdnRowLayout at(2, 0);
+  const int rows = min(kGdnRows, value_dim - kGdnRows * rank);
+  const GdnRecords records(layer, in, head.head, kGdnRows * rank, rows);
+  const int tokens = in.tokens;
+  const Role role = role_of(launch.tables, head, StateRole::recurrence);
+  HeadMax<kCluster> head_max(shared_floats + at.words, rank, kBlocks);
+  const bool has_row = row < value_dim, head_span = role.span == Span::head;
+  float* carried = shared_floats + at.carried;
+  float* u_out = in.u + int64_t{head.head} * value_dim + row;
+  float* o_out = in.o + int64_t{head.head} * value_dim + row;
+  float4 s[kRowQuads];
+  if (tokens > 0) decode_rows<RunColumns>(*role.d, value_dim, role.packed, row, part, s);
+  records.start(at, shared_floats, 0, min(kRowRecords, tokens), 0, min(kRowRecords, tokens));
+  ThreadCounts counts;
+  int first_odd = tokens;
+  for (int base = 0; base < tokens; base += kRowRecords) {
+    const int count = min(kRowRecords, tokens - base);
+    float* set = shared_floats + (base / kRowRecords & 1) * at.buffer;
+    copies_wait();
+    __syncthreads();
+    if (base + kRowRecords < tokens) {
+      const int next = base + kRowRecords, more = min(kRowRecords, tokens - next);
+      records.start(at, shared_floats + (next / kRowRecords & 1) * at.buffer, next, more, next,
+                    more);
+    }
+    normalise_rows(set + at.keys, 0, count, 1.0f);
+    normalise_rows(set + at.queries, 0, count, launch.query_scale);
+    if (tid < count) carried[tid] = exp2_ordered(0.0f + set[at.g + tid]);
+    __syncthreads();
+    for (int j = 0; j < count; ++j) {
+      const int t = base + j;
+      float4 k[kRowQuads];
+      load_run(set + at.keys + j * kGdnKeyRow + 36 * part, k);
+      const float v = has_row ? set[at.v + j * kGdnRows + own] : 0.0f;
+      const float c = carried[j];
+      const float rest = __fmaf_rn(-c, row_chain(k, s), v);
+      const float u = has_row ? set[at.beta + j] * rest : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kRowQuads; ++i) {
+        s[i] = fma1(u, k[i], make_float4(c * s[i].x, c * s[i].y, c * s[i].z, c * s[i].w));
+      }
+      float quad[kRowQuads];
+      bool odd;
+      measure_quads(s, quad, &odd);
+      odd = odd && has_row;
+      if (odd) first_odd = min(first_odd, t);
+      if (head_span) {
+        float largest = quad[0];
+#pragma unroll
+        for (int i = 1; i < kRowQuads; ++i) largest = fmaxf(largest, quad[i]);
+        head_max.publish(largest);
+      }
+      load_run(set + at.queries + j * kGdnKeyRow + 36 * part, k);
+      const float o = row_chain(k, s);
+      if (part == 0 && has_row) {
+        u_out[t * in.u_stride] = u;
+        o_out[t * in.o_stride] = o;
+      }
+      const float head_amax = head_span ? head_max.collect() : 0.0f;
+      const Numbers numbers{s,
+                            quad,
+                            head_amax,
+                            odd,
+                            row,
+                            part,
+                            value_dim,
+                            static_cast<uint32_t>(head.row->position + t),
+                            t + 1 == tokens};
+      round_rows<RunColumns>(role, numbers, &counts, [&](int i, float4 q4) { s[i] = q4; });
+    }
+  }
+  if (!has_row) counts = {};
+  finish_health(head, static_cast<uint64_t>(tokens) * rows * kRowColumns, first_odd, tokens,
+                counts);
+  head_max.finish();
+}
+
+/// Windows of up to 16 tokens; checkpoints in shared memory as in mamba2_windows.
+template <bool kCluster>
+__global__ void __launch_bounds__(kGdnRowThreads, 2)
+    gdn_windows(const __grid_constant__ GdnRowLaunch launch) {
+  extern __shared__ __align__(16) float shared_floats[];
+  using namespace row_codec;
+  const GdnLayer& layer = launch.layer;
+  DeviceHead head;
+  int pending = 0;
+  const int row_index = launch.rows[blockIdx.y];
+  constexpr int kBlocks = kCluster ? 2 : 1;
+  const int rank = kCluster ? static_cast<int>(blockIdx.x) & 1 : 0;
+  if (!bind_head(launch.tables, LayerStep{}, static_cast<int>(blockIdx.x) / kBlocks, row_index,
+                 &head, &pending))
+    return;
+  const GdnInputs& in = launch.inputs[row_index];
+  SpanWalk walk(pending, head.plan->window, in.tokens, launch.tables.mode, head.plan->flush_output);
+  WalkSpan span;
+  bool more = walk.next(&span);
+  if (!more) return;
+  const int tid = threadIdx.x, own = tid >> 2, part = tid & 3, row = kGdnRows * rank + own,
+            value_dim = layer.value_dim;
+  const bool separate = !head.shared();
+  const GdnRowLayout at(1, 2);
+  const int rows = min(kGdnRows, value_dim - kGdnRows * rank);
+  const GdnRecords records(layer, in, head.head, kGdnRows * rank, rows);
+  HeadMax<kCluster> head_max(shared_floats + at.words, rank, kBlocks);
+  constexpr int kThreads = kGdnRowThreads;
+  float* own_state = shared_floats + at.state + 4 * tid;  // quad i at + 4 kThreads i
+  float* own_read = shared_floats + (separate ? at.read : at.state) + 4 * tid;
+  const bool has_row = row < value_dim;
+  float *keys = shared_floats + at.keys, *queries = shared_floats + at.queries;
+  const float *vs = shared_floats + at.v + own, *beta = shared_floats + at.beta,
+              *g = shared_floats + at.g;
+  float *carried = shared_floats + at.carried, *weights = shared_floats + at.weights,
+        *key_weights = shared_floats + at.key_weights,
+        *query_weights = shared_floats + at.query_weights,
+        *read_k = shared_floats + at.read_k + own, *read_q = shared_floats + at.read_q + own;
+  float* u_out = in.u + int64_t{head.head} * value_dim + row;
+  float* o_out = in.o + int64_t{head.head} * value_dim + row;
+
+  const Role roles[2] = {
+      role_of(launch.tables, head, StateRole::recurrence),
+      role_of(launch.tables, head, separate ? StateRole::read : StateRole::recurrence)};
+  float4 s[kRowQuads];
+  decode_rows<RunColumns>(*roles[0].d, value_dim, roles[0].packed, row, part, s);
+#pragma unroll
+  for (int i = 0; i < kRowQuads; ++i) store4(own_state + 4 * kThreads * i, s[i]);
+  if (separate) {
+    decode_rows<RunColumns>(*roles[1].d, value_dim, roles[1].packed, row, part, s);
+#pragma unroll
+    for (int i = 0; i < kRowQuads; ++i) store4(own_read + 4 * kThreads * i, s[i]);
+  }
+  const bool head_span = roles[0].span == Span::head || roles[1].span == Span::head;
+  records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
+  ThreadCounts counts;
+  int first_odd = in.tokens;
+  uint64_t encodings = 0;
+  while (more) {
+    const int n = span.records, new_first = span.first_query - span.first;
+    const int64_t first = span.first;
+    const bool flush = span.flush;
+    const int read_end = flush ? n - 1 : n;
+    copies_wait();
+    __syncthreads();
+    normalise_rows(keys, 0, n, 1.0f);
+    normalise_rows(queries, new_first, n, launch.query_scale);
+    if (tid < 2 * kRowRecords) {
+      const int t = tid & (kRowRecords - 1);
+      if (t < n) {
+        float sum = 0.0f;
+        if (tid < kRowRecords) {
+          for (int k = 0; k <= t; ++k) sum = sum + g[k];
+          carried[t] = exp2_ordered(sum);
+        } else {
+          for (int k = t + 1; k < n; ++k) sum = sum + g[k];
+          weights[t] = exp2_ordered(sum);
+        }
+      }
+    }
+    __syncthreads();
+    // k_t . k_j (j < t) and q_t . k_j (j <= t) with their decays, a chain a thread: key_weights at
+    // [j, t], query_weights at [j, t mod 4, t / 4].
+    static_assert(kGdnRowThreads == kRowRecords * kRowRecords);
+    {
+      const int a = tid / kRowRecords, b = tid % kRowRecords;
+      const bool query = b <= a;
+      const int t = query ? a : b, j = query ? b : a;
+      if (t < n) {
+        const float* from = (query ? queries : keys) + t * kGdnKeyRow;
+        const float* key = keys + j * kGdnKeyRow;
+        float dot = 0.0f;
+#pragma unroll 1
+        for (int run = 0; run < 4; ++run, from += 36, key += 36) {
+#pragma unroll
+          for (int m = 0; m < 32; m += 4) {
+            const float4 x = load4(from + m), y = load4(key + m);
+            dot = __fmaf_rn(x.w, y.w,
+                            __fmaf_rn(x.z, y.z, __fmaf_rn(x.y, y.y, __fmaf_rn(x.x, y.x, dot))));
+          }
+        }
+        float d = 0.0f;
+        for (int k = j + 1; k <= t; ++k) d = d + g[k];
+        const float weighted = exp2_ordered(d) * dot;
+        if (query) {
+          query_weights[j * kRowRecords + 4 * (t & 3) + (t >> 2)] = weighted;
+        } else {
+          key_weights[j * kRowRecords + t] = weighted;
+        }
+      }
+    }
+    const int token = span.end() - 1;
+    float u[kRowRecords];
+    // From the checkpoint that is read: corrections and outputs up to read_end; a shared one gives
+    // the last correction too. Then those of the fold from R, where it is another or where earlier
+    // corrections come from the ring.
+    const bool again_from_state = flush && (separate || new_first > 0);
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+      if (pass == 1 && !again_from_state) break;
+      const bool outputs = pass == 0;
+      const float* matrix = pass == 0 ? own_read : own_state;
+#pragma unroll
+      for (int i = 0; i < kRowQuads; ++i) s[i] = load4(matrix + 4 * kThreads * i);
+      // Thread `part` adds its columns to the sums of token step - part.
+      float sum_k = 0.0f, sum_q = 0.0f;
+#pragma unroll 1
+      for (int step = 0; step < n + kRowThreads - 1; ++step) {
+        sum_k = __shfl_up_sync(0xFFFFFFFFu, sum_k, 1, kRowThreads);
+        sum_q = __shfl_up_sync(0xFFFFFFFFu, sum_q, 1, kRowThreads);
+        if (part == 0) sum_k = sum_q = 0.0f;
+        const int t = step - part, in_range = min(max(t, 0), n - 1);
+        const float* key = keys + in_range * kGdnKeyRow + 36 * part;
+        const float* query = queries + in_range * kGdnKeyRow + 36 * part;
+#pragma unroll
+        for (int i = 0; i < kRowQuads; ++i) {
+          const float4 k = load4(key + 4 * i);
+          sum_k = __fmaf_rn(k.x, s[i].x, sum_k);
+          sum_k = __fmaf_rn(k.y, s[i].y, sum_k);
+          sum_k = __fmaf_rn(k.z, s[i].z, sum_k);
+          sum_k = __fmaf_rn(k.w, s[i].w, sum_k);
+          if (outputs) {
+            const float4 q = load4(query + 4 * i);
+            sum_q = __fmaf_rn(q.x, s[i].x, sum_q);
+            sum_q = __fmaf_rn(q.y, s[i].y, sum_q);
+            sum_q = __fmaf_rn(q.z, s[i].z, sum_q);
+            sum_q = __fmaf_rn(q.w, s[i].w, sum_q);
+          }
+        }
+        if (part == kRowThreads - 1 && t >= 0) {
+          read_k[t * kGdnRows] = sum_k;
+          if (outputs) read_q[t * kGdnRows] = sum_q;
+        }
+      }
+      if (pass == 0) {
+        __syncthreads();  // the weights of all threads
+      } else {
+        __syncwarp();
+      }
+      // u_t = beta_t (v_t - carried_t read_k_t - sum_{j < t} w_tj u_j), j after j.
+#pragma unroll
+      for (int t = 0; t < kRowRecords; ++t) {
+        if (t < n) u[t] = __fmaf_rn(-carried[t], read_k[t * kGdnRows], vs[t * kGdnRows]);
+      }
+#pragma unroll
+      for (int j = 0; j < kRowRecords; ++j) {
+        if (j >= n) break;
+        if (outputs && j < new_first) {
+          u[j] = has_row ? u_out[(first + j) * in.u_stride] : 0.0f;
+        } else {
+          u[j] = beta[j] * u[j];
+        }
+#pragma unroll
+        for (int t4 = (j + 1) / 4 * 4; t4 < kRowRecords; t4 += 4) {
+          const float4 w = load4(key_weights + j * kRowRecords + t4);
+          if (t4 > j) u[t4] = __fmaf_rn(-w.x, u[j], u[t4]);
+          if (t4 + 1 > j) u[t4 + 1] = __fmaf_rn(-w.y, u[j], u[t4 + 1]);
+          if (t4 + 2 > j) u[t4 + 2] = __fmaf_rn(-w.z, u[j], u[t4 + 2]);
+          if (t4 + 3 > j) u[t4 + 3] = __fmaf_rn(-w.w, u[j], u[t4 + 3]);
+        }
+      }
+      if (outputs) {
+        float o[kRowRecords / 4], own_u[kRowRecords / 4];  // of tokens 4 i + part
+#pragma unroll
+        for (int i = 0; i < kRowRecords / 4; ++i) {
+          const int t = 4 * i + part;
+          o[i] = t < n ? carried[t] * read_q[t * kGdnRows] : 0.0f;
+          own_u[i] = part == 0   ? u[4 * i]
+                     : part == 1 ? u[4 * i + 1]
+                     : part == 2 ? u[4 * i + 2]
+                                 : u[4 * i + 3];
+        }
+#pragma unroll
+        for (int j = 0; j < kRowRecords; ++j) {
+          if (j >= n) break;
+          const float4 w = load4(query_weights + j * kRowRecords + 4 * part);
+          if (j <= part) o[0] = __fmaf_rn(w.x, u[j], o[0]);
+          if (j <= part + 4) o[1] = __fmaf_rn(w.y, u[j], o[1]);
+          if (j <= part + 8) o[2] = __fmaf_rn(w.z, u[j], o[2]);
+          if (j <= part + 12) o[3] = __fmaf_rn(w.w, u[j], o[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowRecords / 4; ++i) {
+          const int t = 4 * i + part;
+          if (t < new_first || t >= read_end || !has_row) continue;
+          o_out[(first + t) * in.o_stride] = o[i];
+          u_out[(first + t) * in.u_stride] = own_u[i];
+        }
+      }
+    }
+    const bool again = walk.flushes_again();
+    if (flush) {
+      // S = carried S + sum_j (decayed u_j) k_j^T; s holds R.
+      const float last = carried[n - 1];
+#pragma unroll
+      for (int i = 0; i < kRowQuads; ++i) {
+        s[i] = make_float4(last * s[i].x, last * s[i].y, last * s[i].z, last * s[i].w);
+      }
+#pragma unroll
+      for (int j = 0; j < kRowRecords; ++j) {
+        if (j >= n) break;
+        if (j == n - 1 && part == 0 && has_row) u_out[int64_t{token} * in.u_stride] = u[j];
+        const float w = has_row ? weights[j] * u[j] : 0.0f;
+        const float* key = keys + j * kGdnKeyRow + 36 * part;
+#pragma unroll
+        for (int i = 0; i < kRowQuads; ++i) s[i] = fma1(w, load4(key + 4 * i), s[i]);
+      }
+      float4 query[kRowQuads];
+      load_run(queries + (n - 1) * kGdnKeyRow + 36 * part, query);
+      const float o = row_chain(query, s);
+      if (part == 0 && has_row) o_out[int64_t{token} * in.o_stride] = o;
+    }
+    more = walk.next(&span);
+    __syncthreads();
+    if (more)
+      records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
+    if (!flush) continue;
+    float quad[kRowQuads];
+    bool odd;
+    measure_quads(s, quad, &odd);
+    odd = odd && has_row;
+    if (odd) first_odd = min(first_odd, token);
+    float head_amax = 0.0f;
+    if (head_span) {
+      float largest = quad[0];
+#pragma unroll
+      for (int i = 1; i < kRowQuads; ++i) largest = fmaxf(largest, quad[i]);
+      head_max.publish(largest);
+      head_amax = head_max.collect();
+    }
+    const Numbers numbers{s,     quad, head_amax, odd,
+                          row,   part, value_dim, static_cast<uint32_t>(head.row->position + token),
+                          !again};
+#pragma unroll 1
+    for (int k = separate ? 1 : 0; k >= 0; --k) {
+      float* to = k == 1 ? own_read : own_state;
+      round_rows<RunColumns>(k == 1 ? roles[1] : roles[0], numbers, &counts,
+                             [&](int i, float4 q4) { store4(to + 4 * kThreads * i, q4); });
+      ++encodings;
+    }
+  }
+  if (!has_row) counts = {};
+  finish_health(head, encodings * rows * kRowColumns, first_odd, in.tokens, counts);
+  head_max.finish();
+}
+
+}  // namespace replayeval

@@ -1,0 +1,251 @@
+// What the state kernels with the matrix in registers share (quant/row_codec.cuh): which rows they
+// take, a head's roles, its largest magnitude over blocks, and copies of records into shared
+// memory. A row of 128 columns belongs to four neighbouring threads.
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "kernels/replay_cuda.cuh"
+#include "quant/row_codec.cuh"
+
+namespace replayeval {
+
+constexpr int kRowRecords = 16;  // longest window, and the tokens an eager head reads at a time
+
+/// How a row of a call is walked: `eager`, windows of 1 token with one shared checkpoint;
+/// `windows`, up to kRowRecords; `general`, everything else.
+enum class RowPath : uint8_t { eager, windows, general };
+
+inline RowPath row_path(const StateRow& row, int state_dim, WalkMode mode) {
+  if (mode != WalkMode::commit) return RowPath::general;
+  bool eager = true;
+  for (size_t p = 0; p < row.plans.size(); ++p) {
+    const HeadPlan& plan = row.plans[p];
+    if (plan.window > kRowRecords || row.pending[p] >= plan.window || plan.dot != DotType::fp32 ||
+        plan.flush_output != FlushOutput::recurrence || plan.gdn_fold != GdnFold::rederive ||
+        plan.ring_u != RecordType::fp32 || plan.beta != RecordType::fp32 ||
+        !row_codec_takes(*plan.recurrence.format, state_dim) ||
+        (plan.read && !row_codec_takes(*plan.read->format, state_dim))) {
+      return RowPath::general;
+    }
+    eager = eager && plan.window == 1 && !plan.read;
+  }
+  return eager ? RowPath::eager : RowPath::windows;
+}
+
+/// The rows of a call by path, short windows first.
+struct RowGroups {
+  std::vector<int> eager, windows, general;
+
+  /// eager, then windows.
+  std::vector<int> fast() const {
+    std::vector<int> both = eager;
+    both.insert(both.end(), windows.begin(), windows.end());
+    return both;
+  }
+
+  template <class Takes>
+  RowGroups(std::span<const StateRow> rows, int state_dim, WalkMode mode, Takes&& takes) {
+    std::vector<int> least;
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const RowPath path =
+          takes(static_cast<int>(r)) ? row_path(rows[r], state_dim, mode) : RowPath::general;
+      int shortest = kMaxWindow;
+      for (const HeadPlan& plan : rows[r].plans) shortest = std::min(shortest, plan.window);
+      least.push_back(shortest);
+      (path == RowPath::eager     ? eager
+       : path == RowPath::windows ? windows
+                                  : general)
+          .push_back(static_cast<int>(r));
+    }
+    for (std::vector<int>* list : {&eager, &windows, &general}) {
+      std::stable_sort(list->begin(), list->end(), [&](int a, int b) {
+        return least[static_cast<size_t>(a)] < least[static_cast<size_t>(b)];
+      });
+    }
+  }
+};
+
+/// A second stream of the calling thread, so that launches of one call run beside each other:
+/// `fork` makes it wait for what `stream` has so far, `join` makes `stream` wait for it.
+class SideStream {
+ public:
+  void fork(cudaStream_t stream) {
+    CUDA_CHECK(cudaEventRecord(begin_, stream));
+    CUDA_CHECK(cudaStreamWaitEvent(side_, begin_, 0));
+  }
+  cudaStream_t stream() const { return side_; }
+  void join(cudaStream_t stream) {
+    CUDA_CHECK(cudaEventRecord(end_, side_));
+    CUDA_CHECK(cudaStreamWaitEvent(stream, end_, 0));
+  }
+  /// That of the current device; lives as long as the process.
+  static SideStream& current() {
+    thread_local std::vector<SideStream*> all;
+    int device = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    if (all.size() <= static_cast<size_t>(device)) all.resize(static_cast<size_t>(device) + 1);
+    SideStream*& own = all[static_cast<size_t>(device)];
+    if (!own) own = new SideStream;
+    return *own;
+  }
+
+ private:
+  SideStream() {
+    CUDA_CHECK(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaEventCreateWithFlags(&begin_, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&end_, cudaEventDisableTiming));
+  }
+  cudaStream_t side_ = nullptr;
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+};
+
+// ---------------------------------------------------------------- device
+
+__device__ __forceinline__ void copy16_async(float* to, const float* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void copy4_async(float* to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+/// Waits for the thread's own copies; a barrier makes them visible to others.
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/// Starts copying `rows` rows of width (at most 128) numbers, a warp a row from row `first_warp`
+/// on; with kSkew four numbers of room follow every 32. `aligned`: rows start on 16 bytes.
+template <bool kSkew>
+__device__ __forceinline__ void copy_rows_async(float* to, int to_row, const float* from,
+                                                int64_t from_row, int rows, int width,
+                                                bool aligned) {
+  const int lane = threadIdx.x & 31, at = 4 * lane + (kSkew ? 4 * (lane >> 3) : 0);
+  for (int r = threadIdx.x >> 5; r < rows; r += static_cast<int>(blockDim.x >> 5)) {
+    const float* source = from + r * from_row;
+    if (aligned) {
+      if (4 * lane < width) copy16_async(to + r * to_row + at, source + 4 * lane);
+    } else {
+      for (int e = 4 * lane; e < min(width, 4 * lane + 4); ++e)
+        copy4_async(to + r * to_row + at + e - 4 * lane, source + e);
+    }
+  }
+}
+__device__ __forceinline__ bool rows_aligned(const float* from, int64_t row, int width) {
+  return ((reinterpret_cast<uintptr_t>(from) & 15) | ((row | width) & 3)) == 0;
+}
+
+/// Thread block clusters; without them (below 9.0) a block is alone.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void store_in_cluster(float* own, int rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+#else
+  (void)rank;
+  *own = value;
+#endif
+}
+
+/// The largest magnitude of a head over the warps of its blocks: `publish` and, after other work,
+/// `collect`, each by all threads.
+template <bool kCluster>
+struct HeadMax {
+  static constexpr int kWords = 32;
+  float* words;  // [2, kWords] in shared memory
+  int rank, blocks;
+  int phase = 0;
+
+  __device__ HeadMax(float* memory, int block_rank, int cluster)
+      : words(memory), rank(block_rank), blocks(cluster) {
+    for (int i = threadIdx.x; i < 2 * kWords; i += static_cast<int>(blockDim.x)) words[i] = 0;
+    __syncthreads();
+    if (kCluster) {
+      cluster_arrive();
+      cluster_wait();
+    }
+  }
+  __device__ __forceinline__ void publish(float largest) {
+    const float m = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(largest)));
+    const int warps = static_cast<int>(blockDim.x >> 5);
+    const int lane = threadIdx.x & 31;
+    float* own = words + phase * kWords + rank * warps + (threadIdx.x >> 5);
+    if (kCluster) {
+      if (lane < blocks) store_in_cluster(own, lane, m);
+      cluster_arrive();
+    } else if (lane == 0) {
+      *own = m;
+    }
+  }
+  __device__ __forceinline__ float collect() {
+    if (kCluster) {
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+    const float* all = words + phase * kWords;
+    phase ^= 1;
+    const int count = blocks * static_cast<int>(blockDim.x >> 5);
+    float m = 0;
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      if (4 * i >= count) break;
+      const float4 v = load4(all + 4 * i);
+      m = fmaxf(m, fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)));
+    }
+    return m;
+  }
+  /// Before the block ends: others may still write here.
+  __device__ void finish() {
+    if (kCluster) {
+      cluster_arrive();
+      cluster_wait();
+    }
+  }
+};
+
+__device__ inline row_codec::Role role_of(const ReplayTables& tables, const DeviceHead& head,
+                                          StateRole role) {
+  const bool read = role == StateRole::read;
+  const DevicePlan& plan = *head.plan;
+  return row_codec::make_role(
+      tables.formats[read ? plan.read : plan.recurrence].descriptor,
+      read ? plan.read_stochastic : plan.recurrence_stochastic,
+      device_philox_key({plan.seed, head.row->stream, static_cast<uint32_t>(tables.layer),
+                         static_cast<uint32_t>(tables.head_offset + head.head), 0, role}),
+      head.packed(role));
+}
+
+/// Adds a block's counts to its head's health; `first_odd` is the thread's first token with a
+/// number that is not finite, or beyond the call.
+__device__ inline void finish_health(const DeviceHead& head, uint64_t elements, int first_odd,
+                                     int tokens, const ThreadCounts& counts) {
+  if (!head.row->health || elements == 0) return;
+  HeadHealth* health = &head.row->health[head.head];
+  add_health(&health->encode, elements, counts);
+  const int first = __reduce_min_sync(0xFFFFFFFFu, first_odd);
+  // -1 is the largest unsigned number.
+  if ((threadIdx.x & 31) == 0 && first < tokens) {
+    atomicMin(reinterpret_cast<unsigned long long*>(&health->first_non_finite_position),
+              static_cast<unsigned long long>(head.row->position + first));
+  }
+}
+
+}  // namespace replayeval
