@@ -152,6 +152,20 @@ RowMemory row_memory(const Experiment& experiment, const ModelSpec& model, int64
   return bytes;
 }
 
+std::string host_codec_note(const Experiment& experiment) {
+  if (experiment.device == Device::cpu) return {};
+  std::string names;
+  const auto add = [&](const StatePrecision& state) {
+    const bool here = state.recurrence.format->library != nullptr ||
+                      (state.read && state.read->format->library != nullptr);
+    if (here) names += (names.empty() ? "" : ", ") + state.name;
+  };
+  add(experiment.baseline);
+  for (const StatePrecision& state : experiment.states) add(state);
+  if (names.empty()) return {};
+  return names + ": encoded by a library on the host; checkpoints are copied at each flush";
+}
+
 void check_selections(const StatePrecision& precision, const ModelSpec& model) {
   if (precision.whole_model()) return;
   for (const Block& block : model.blocks) {

@@ -30,6 +30,10 @@ struct RowMemory {
 };
 RowMemory row_memory(const Experiment& experiment, const ModelSpec& model, int64_t tokens);
 
+/// For the progress line: which states have a library's codec, which works on the host, so that
+/// their checkpoints are copied at every flush of a GPU's run. Empty when there are none.
+std::string host_codec_note(const Experiment& experiment);
+
 /// Throws std::invalid_argument when the precision selects layers and heads of which none has state
 /// in this model.
 void check_selections(const StatePrecision& precision, const ModelSpec& model);

@@ -456,6 +456,7 @@ bool ScoreRun::run(const SlotPlan& memory) {
                         static_cast<int64_t>(states.size());
   const int64_t kept = total - static_cast<int64_t>(missing_.size());
   progress_.emplace(names, total, kept, stderr, is_terminal(stderr), "answers", "correct");
+  if (const std::string note = host_codec_note(experiment_); !note.empty()) progress_->note(note);
   tallies_.resize(states.size());
   if (kept > 0) {
     const Report report = folder_.report();

@@ -174,6 +174,7 @@ bool TeacherForcedRun::run() {
   for (const WorkItem& item : items)
     total += static_cast<int64_t>(documents_[static_cast<size_t>(item.document)].tokens.size());
   progress_.emplace(names, total, 0, stderr, is_terminal(stderr));
+  if (const std::string note = host_codec_note(experiment_); !note.empty()) progress_->note(note);
   if (options_.shards > 1 && !items.empty()) {
     std::rotate(items.begin(),
                 items.begin() +

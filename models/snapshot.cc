@@ -34,6 +34,12 @@ void StateStore::save(int r, ByteWriter& writer) const {
   for (const Memory* memory : {&row.recurrence, &row.read, &row.memory, &row.health}) {
     writer.array(saved(*memory, 0, 1, memory->bytes()));
   }
+  if (!row.device_plans.empty()) {
+    writer.array(row.host_recurrence);
+    writer.array(row.host_read);
+    writer.array(row.host_memory);
+    writer.array(row.host_health);
+  }
   writer.value(static_cast<int32_t>(row.records));
   const auto values = [&](const Memory& memory, int first, int count, int width) {
     writer.array(saved(memory, first, count, static_cast<size_t>(width) * sizeof(float)));
@@ -50,6 +56,12 @@ void StateStore::restore(int r, ByteReader& reader) {
   reader.array_of_equal_size(row.pending);
   for (const Memory* memory : {&row.recurrence, &row.read, &row.memory, &row.health}) {
     read_into(reader, *memory);
+  }
+  if (!row.device_plans.empty()) {
+    reader.array_of_equal_size(row.host_recurrence);
+    reader.array_of_equal_size(row.host_read);
+    reader.array_of_equal_size(row.host_memory);
+    reader.array_of_equal_size(row.host_health);
   }
   const int32_t records = reader.value<int32_t>();
   row.records = row.uncommitted = 0;

@@ -12,6 +12,12 @@ constexpr size_t kAlignment = 64;
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
+/// True when a library encodes one of the plan's checkpoints.
+bool host_codec(const HeadPlan& plan) {
+  return plan.recurrence.format->library != nullptr ||
+         (plan.read && plan.read->format->library != nullptr);
+}
+
 HeadPlan fp32_plan(HeadPlan plan) {
   plan.recurrence = StateCodec{find_format("fp32"), Rounding::nearest_even};
   plan.read.reset();
@@ -92,39 +98,72 @@ void StateStore::reset(int r, const RowSpec& spec) {
   for (const HeadPlan& plan : row.plans) row.prompt_plans.push_back(fp32_plan(plan));
   row.in_prompt = spec.prompt_tokens > 0;
   row.pending.assign(row.plans.size(), 0);
-  auto cover = [&](const std::vector<HeadPlan>& plans) {
-    for (const HeadPlan& plan : plans) {
-      size_t memory = memory_bytes(*plan.recurrence.format, shape_.state);
-      row.recurrence_stride = std::max(
-          row.recurrence_stride, aligned(packed_bytes(*plan.recurrence.format, shape_.state)));
-      if (plan.read) {
-        row.read_stride =
-            std::max(row.read_stride, aligned(packed_bytes(*plan.read->format, shape_.state)));
-        memory += memory_bytes(*plan.read->format, shape_.state);
+  if (backend_->on_device() && std::any_of(row.plans.begin(), row.plans.end(), host_codec)) {
+    row.device_plans = row.plans;
+    for (HeadPlan& plan : row.device_plans) {
+      if (!host_codec(plan)) continue;
+      if (plan.read && plan.flush_output == FlushOutput::read) {
+        throw std::invalid_argument(
+            "states: " + spec.precision.name +
+            ": a library's codec runs on the host after a flush; expected flush_output: "
+            "recurrence with device cuda");
       }
-      row.memory_stride = std::max(row.memory_stride, aligned(memory));
-    }
-  };
-  cover(row.plans);
-  if (row.in_prompt) cover(row.prompt_plans);
-  // The zero state is encoded like any other, so that every format's scales hold a legal value; it
-  // counts nothing.
-  std::vector<std::byte> recurrence(heads * row.recurrence_stride), read(heads * row.read_stride);
-  const std::vector<HeadPlan>& first = row.in_prompt ? row.prompt_plans : row.plans;
-  const std::vector<float> zero(static_cast<size_t>(shape_.state.elements()), 0.0f);
-  for (size_t h = 0; h < heads; ++h) {
-    const HeadPlan& plan = first[row.plan_of_head[h]];
-    EncodeHealth ignored;
-    std::vector<std::byte> memory(row.memory_stride);
-    encode_head({plan.recurrence.format, Rounding::nearest_even}, shape_.state, zero.data(),
-                RandomKey{}, 0.0f, recurrence.data() + h * row.recurrence_stride, memory.data(),
-                &ignored);
-    if (plan.read) {
-      encode_head({plan.read->format, Rounding::nearest_even}, shape_.state, zero.data(),
-                  RandomKey{}, 0.0f, read.data() + h * row.read_stride,
-                  memory.data() + memory_bytes(*plan.recurrence.format, shape_.state), &ignored);
+      plan.recurrence = StateCodec{find_format("fp32"), Rounding::nearest_even};
+      if (plan.read) plan.read = plan.recurrence;
     }
   }
+  // Strides that hold any of the plans.
+  const auto cover = [&](const std::vector<HeadPlan>& plans, size_t& recurrence, size_t& read,
+                         size_t& memory) {
+    for (const HeadPlan& plan : plans) {
+      size_t kept = memory_bytes(*plan.recurrence.format, shape_.state);
+      recurrence =
+          std::max(recurrence, aligned(packed_bytes(*plan.recurrence.format, shape_.state)));
+      if (plan.read) {
+        read = std::max(read, aligned(packed_bytes(*plan.read->format, shape_.state)));
+        kept += memory_bytes(*plan.read->format, shape_.state);
+      }
+      memory = std::max(memory, aligned(kept));
+    }
+  };
+  const bool on_host = !row.device_plans.empty();
+  cover(on_host ? row.device_plans : row.plans, row.recurrence_stride, row.read_stride,
+        row.memory_stride);
+  if (row.in_prompt)
+    cover(row.prompt_plans, row.recurrence_stride, row.read_stride, row.memory_stride);
+  if (on_host) {
+    cover(row.plans, row.host_recurrence_stride, row.host_read_stride, row.host_memory_stride);
+    row.host_recurrence.resize(heads * row.host_recurrence_stride);
+    row.host_read.resize(heads * row.host_read_stride);
+    row.host_memory.resize(heads * row.host_memory_stride);
+    row.host_health.resize(heads);
+  }
+  // The zero state is encoded like any other, so that every format's scales hold a legal value; it
+  // counts nothing.
+  const std::vector<float> zero(static_cast<size_t>(shape_.state.elements()), 0.0f);
+  const auto encode_zero = [&](const std::vector<HeadPlan>& plans,
+                               std::vector<std::byte>& recurrence, size_t recurrence_stride,
+                               std::vector<std::byte>& read, size_t read_stride,
+                               size_t memory_stride) {
+    for (size_t h = 0; h < heads; ++h) {
+      const HeadPlan& plan = plans[row.plan_of_head[h]];
+      EncodeHealth ignored;
+      std::vector<std::byte> memory(memory_stride);
+      encode_head({plan.recurrence.format, Rounding::nearest_even}, shape_.state, zero.data(),
+                  RandomKey{}, 0.0f, recurrence.data() + h * recurrence_stride, memory.data(),
+                  &ignored);
+      if (plan.read) {
+        encode_head({plan.read->format, Rounding::nearest_even}, shape_.state, zero.data(),
+                    RandomKey{}, 0.0f, read.data() + h * read_stride,
+                    memory.data() + memory_bytes(*plan.recurrence.format, shape_.state), &ignored);
+      }
+    }
+  };
+  std::vector<std::byte> recurrence(heads * row.recurrence_stride), read(heads * row.read_stride);
+  encode_zero(row.in_prompt ? row.prompt_plans
+              : on_host     ? row.device_plans
+                            : row.plans,
+              recurrence, row.recurrence_stride, read, row.read_stride, row.memory_stride);
   auto hold = [&](const std::vector<std::byte>& bytes) {
     Memory memory(*backend_, bytes.size());
     backend_->upload(memory.data(), bytes.data(), bytes.size());
@@ -138,6 +177,82 @@ void StateStore::reset(int r, const RowSpec& spec) {
   backend_->upload(row.health.data(), health.data(), row.health.bytes());
   make_conv_room(row, 0);
   backend_->clear(row.conv.data(), row.conv.bytes());
+  if (!on_host) return;
+  encode_zero(row.plans, row.host_recurrence, row.host_recurrence_stride, row.host_read,
+              row.host_read_stride, row.host_memory_stride);
+  for (size_t h = 0; h < heads && !row.in_prompt; ++h) {
+    if (staged(row, static_cast<int>(h))) show_device(row, static_cast<int>(h));
+  }
+}
+
+StateStore::PackedHeads StateStore::host_heads(Row& row) {
+  return {row.host_recurrence.data(), row.host_recurrence_stride, row.host_read.data(),
+          row.host_read_stride,       row.host_memory.data(),     row.host_memory_stride,
+          row.host_health.data()};
+}
+
+bool StateStore::staged(const Row& row, int head) const {
+  return !row.device_plans.empty() &&
+         host_codec(row.plans[row.plan_of_head[static_cast<size_t>(head)]]);
+}
+
+// One head in its own formats at `position`.
+void StateStore::encode(const Row& row, int h, const float* state, float amax, int64_t position,
+                        bool with_read, const PackedHeads& to) const {
+  const size_t head = static_cast<size_t>(h);
+  const HeadPlan& plan = row.plans[row.plan_of_head[head]];
+  RandomKey key{plan.seed,
+                row.spec.stream,
+                static_cast<uint32_t>(shape_.layer),
+                static_cast<uint32_t>(h),
+                static_cast<uint32_t>(position),
+                StateRole::recurrence};
+  std::byte* memory = to.memory + head * to.memory_stride;
+  HeadHealth& health = to.health[head];
+  const uint64_t before = health.encode.non_finite;
+  encode_head(plan.recurrence, shape_.state, state, key, amax,
+              to.recurrence + head * to.recurrence_stride, memory, &health.encode);
+  if (health.encode.non_finite > before && health.first_non_finite_position < 0) {
+    health.first_non_finite_position = position;
+  }
+  if (!plan.read || !with_read) return;
+  key.role = StateRole::read;
+  EncodeHealth read_health;
+  encode_head(*plan.read, shape_.state, state, key, amax, to.read + head * to.read_stride,
+              memory + memory_bytes(*plan.recurrence.format, shape_.state), &read_health);
+  health.encode.saturated += read_health.saturated;
+  health.encode.clipped += read_health.clipped;
+  health.encode.vanished += read_health.vanished;
+}
+
+// The device's FP32 copies of what the host's packed checkpoints of a head mean.
+void StateStore::show_device(Row& row, int h) {
+  const size_t head = static_cast<size_t>(h);
+  const HeadPlan& plan = row.plans[row.plan_of_head[head]];
+  std::vector<float> state(static_cast<size_t>(shape_.state.elements()));
+  decode_head(*plan.recurrence.format, shape_.state,
+              row.host_recurrence.data() + head * row.host_recurrence_stride, state.data());
+  backend_->upload(row.recurrence.data() + head * row.recurrence_stride, state.data(),
+                   state.size() * sizeof(float));
+  if (!plan.read) return;
+  decode_head(*plan.read->format, shape_.state, row.host_read.data() + head * row.host_read_stride,
+              state.data());
+  backend_->upload(row.read.data() + head * row.read_stride, state.data(),
+                   state.size() * sizeof(float));
+}
+
+// Heads of a plan whose library encodes on the host, just after the device's flush at `position`.
+void StateStore::encode_staged(Row& row, size_t plan, int64_t position) {
+  const size_t elements = static_cast<size_t>(shape_.state.elements());
+  std::vector<float> state(elements);
+  for (int h = 0; h < shape_.heads; ++h) {
+    const size_t head = static_cast<size_t>(h);
+    if (row.plan_of_head[head] != plan) continue;
+    backend_->download(state.data(), row.recurrence.data() + head * row.recurrence_stride,
+                       elements * sizeof(float));
+    encode(row, h, state.data(), 0.0f, position, true, host_heads(row));
+    show_device(row, h);
+  }
 }
 
 bool StateStore::same_prompt(int a, int b) const {
@@ -266,7 +381,9 @@ StateRow StateStore::view(Row& row, int64_t position) const {
   StateRow view;
   view.position = position;
   view.stream = row.spec.stream;
-  view.plans = row.in_prompt ? row.prompt_plans : row.plans;
+  view.plans = row.in_prompt              ? row.prompt_plans
+               : row.device_plans.empty() ? row.plans
+                                          : row.device_plans;
   view.plan_of_head = row.plan_of_head.data();
   view.pending = row.pending.data();
   view.recurrence = row.recurrence.data();
@@ -299,15 +416,42 @@ void StateStore::advance(std::span<const int64_t> positions, std::span<const int
           end = std::min(end, (position / row.spec.prefill_chunk + 1) * row.spec.prefill_chunk);
         }
         step = std::min(step, end - position);
+      } else if (!row.device_plans.empty() && step > 0 && mode == AdvanceMode::commit) {
+        // To the next flush of a plan that the host encodes.
+        for (size_t p = 0; p < row.plans.size(); ++p) {
+          if (!host_codec(row.plans[p])) continue;
+          if (row.pending[p] >= row.plans[p].window) {
+            StateRow self = view(row, position);
+            flush(self, static_cast<int>(r), done[r]);
+            for (size_t q = 0; q < row.plans.size(); ++q) {
+              if (host_codec(row.plans[q])) encode_staged(row, q, position - 1);
+            }
+          }
+          step = std::min<int64_t>(step, row.plans[p].window - row.pending[p]);
+        }
       }
       steps[r] = static_cast<int>(step);
       any = any || step > 0;
       views[r] = view(row, position);
     }
     if (!any) return;
+    std::vector<std::vector<int>> before(count);
+    for (size_t r = 0; r < count; ++r) {
+      if (!rows_[r].device_plans.empty()) before[r] = rows_[r].pending;
+    }
     kernel(views, done, steps);
     for (size_t r = 0; r < count; ++r) {
       Row& row = rows_[r];
+      for (size_t p = 0; p < before[r].size() && steps[r] > 0 && !row.in_prompt; ++p) {
+        if (!host_codec(row.plans[p]) || row.pending[p] != 0) continue;
+        const int64_t position = positions[r] + done[r];
+        // A verify call that folds does so before its tokens.
+        if (mode == AdvanceMode::verify) {
+          if (before[r][p] > 0) encode_staged(row, p, position - 1);
+        } else {
+          encode_staged(row, p, position + steps[r] - 1);
+        }
+      }
       done[r] += steps[r];
       if (!row.in_prompt || steps[r] == 0) continue;
       const int64_t position = positions[r] + done[r];
@@ -327,51 +471,41 @@ void StateStore::advance(std::span<const int64_t> positions, std::span<const int
 void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
   const int64_t elements = shape_.state.elements();
   std::vector<float> states(static_cast<size_t>(elements) * static_cast<size_t>(shape_.heads));
-  Staged recurrence(row.recurrence), read(row.read), memories(row.memory), healths(row.health);
+  Staged recurrence(row.recurrence), read(row.read), memory(row.memory), healths(row.health);
+  const PackedHeads own = {recurrence.data(),
+                           row.recurrence_stride,
+                           read.data(),
+                           row.read_stride,
+                           memory.data(),
+                           row.memory_stride,
+                           reinterpret_cast<HeadHealth*>(healths.data())};
   float amax = 0.0f;
   for (int h = 0; h < shape_.heads; ++h) {
     float* state = states.data() + h * elements;
     const size_t head = static_cast<size_t>(h);
     decode_head(*row.prompt_plans[row.plan_of_head[head]].recurrence.format, shape_.state,
-                recurrence.data() + head * row.recurrence_stride, state);
+                own.recurrence + head * own.recurrence_stride, state);
     amax = std::max(amax, state_amax(state, elements));
   }
   for (int h = 0; h < shape_.heads; ++h) {
     float* state = states.data() + h * elements;
     const size_t head = static_cast<size_t>(h);
-    const HeadPlan& plan = row.plans[row.plan_of_head[head]];
-    RandomKey key{plan.seed,
-                  row.spec.stream,
-                  static_cast<uint32_t>(shape_.layer),
-                  static_cast<uint32_t>(h),
-                  static_cast<uint32_t>(position),
-                  StateRole::recurrence};
-    std::byte* packed = recurrence.data() + head * row.recurrence_stride;
-    std::byte* memory = memories.data() + head * row.memory_stride;
-    HeadHealth& health = reinterpret_cast<HeadHealth*>(healths.data())[head];
-    const uint64_t before = health.encode.non_finite;
-    encode_head(plan.recurrence, shape_.state, state, key, amax, packed, memory, &health.encode);
-    if (health.encode.non_finite > before && health.first_non_finite_position < 0) {
-      health.first_non_finite_position = position;
-    }
-    if (plan.read && !keep_prompt) {
-      key.role = StateRole::read;
-      EncodeHealth read_health;
-      encode_head(*plan.read, shape_.state, state, key, amax, read.data() + head * row.read_stride,
-                  memory + memory_bytes(*plan.recurrence.format, shape_.state), &read_health);
-      health.encode.saturated += read_health.saturated;
-      health.encode.clipped += read_health.clipped;
-      health.encode.vanished += read_health.vanished;
-    }
-    if (keep_prompt) {
-      decode_head(*plan.recurrence.format, shape_.state, packed, state);
-      EncodeHealth ignored;
-      encode_head(row.prompt_plans[row.plan_of_head[head]].recurrence, shape_.state, state, key,
-                  0.0f, packed, nullptr, &ignored);
-    }
+    const PackedHeads& to = staged(row, h) ? host_heads(row) : own;
+    encode(row, h, state, amax, position, !keep_prompt, to);
+    if (!keep_prompt) continue;
+    decode_head(*row.plans[row.plan_of_head[head]].recurrence.format, shape_.state,
+                to.recurrence + head * to.recurrence_stride, state);
+    EncodeHealth ignored;
+    encode_head(row.prompt_plans[row.plan_of_head[head]].recurrence, shape_.state, state,
+                RandomKey{}, 0.0f, own.recurrence + head * own.recurrence_stride, nullptr,
+                &ignored);
   }
-  for (Staged* staged : {&recurrence, &read, &memories, &healths}) staged->store();
-  if (!keep_prompt) row.in_prompt = false;
+  for (Staged* copy : {&recurrence, &read, &memory, &healths}) copy->store();
+  if (keep_prompt) return;
+  row.in_prompt = false;
+  for (int h = 0; h < shape_.heads; ++h) {
+    if (staged(row, h)) show_device(row, h);
+  }
 }
 
 void StateStore::keep(int r, int tokens, AdvanceMode mode, const RecordPointers& at,
@@ -443,6 +577,14 @@ void StateStore::decode(int r, int head, StateRole role, float* out) const {
   const Row& row = rows_[static_cast<size_t>(r)];
   const StateCodec& chosen = codec(row, head, role);
   const bool separate = &chosen != &codec(row, head, StateRole::recurrence);
+  if (!row.in_prompt && staged(row, head)) {
+    const size_t h = static_cast<size_t>(head);
+    decode_head(*chosen.format, shape_.state,
+                separate ? row.host_read.data() + h * row.host_read_stride
+                         : row.host_recurrence.data() + h * row.host_recurrence_stride,
+                out);
+    return;
+  }
   const Memory& memory = separate ? row.read : row.recurrence;
   const size_t stride = separate ? row.read_stride : row.recurrence_stride;
   const std::vector<std::byte> packed =
@@ -457,8 +599,11 @@ int StateStore::pending(int r, int head) const {
 
 std::vector<HeadHealth> StateStore::head_health(int r) const {
   std::vector<HeadHealth> health(static_cast<size_t>(shape_.heads));
-  backend_->download(health.data(), rows_[static_cast<size_t>(r)].health.data(),
-                     health.size() * sizeof(HeadHealth));
+  const Row& row = rows_[static_cast<size_t>(r)];
+  backend_->download(health.data(), row.health.data(), health.size() * sizeof(HeadHealth));
+  for (int h = 0; h < shape_.heads; ++h) {
+    if (staged(row, h)) health[static_cast<size_t>(h)] = row.host_health[static_cast<size_t>(h)];
+  }
   return health;
 }
 
@@ -499,6 +644,8 @@ size_t checkpoint_bytes(const StateStore::Shape& shape, const StatePrecision& pr
 
 std::vector<std::byte> StateStore::packed(int r, StateRole role) const {
   const Row& row = rows_[static_cast<size_t>(r)];
+  if (!row.device_plans.empty() && !row.in_prompt)
+    return role == StateRole::recurrence ? row.host_recurrence : row.host_read;
   const Memory& memory = role == StateRole::recurrence ? row.recurrence : row.read;
   return bytes_of(memory, 0, memory.bytes());
 }

@@ -137,7 +137,13 @@ class StateStore {
     Memory recurrence, read, memory;
     size_t recurrence_stride = 0, read_stride = 0, memory_stride = 0;
     bool in_prompt = false;
-    Memory health;        // HeadHealth [heads]
+    Memory health;  // HeadHealth [heads]
+    // On a device, what a library encodes stays on the host; the device holds the decoded values in
+    // FP32 and works by `device_plans` (empty without such a codec).
+    std::vector<HeadPlan> device_plans;
+    std::vector<std::byte> host_recurrence, host_read, host_memory;
+    std::vector<HeadHealth> host_health;
+    size_t host_recurrence_stride = 0, host_read_stride = 0, host_memory_stride = 0;
     int records = 0;      // in the ring, committed and drafts
     int uncommitted = 0;  // newest of them
     // The ring is records `ring_first` .. ring_first + records - 1 of `ring_capacity`.
@@ -148,6 +154,22 @@ class StateStore {
     int conv_first = 0, conv_capacity = 0;
   };
 
+  /// Packed heads on the host.
+  struct PackedHeads {
+    std::byte* recurrence;
+    size_t recurrence_stride;
+    std::byte* read;
+    size_t read_stride;
+    std::byte* memory;
+    size_t memory_stride;
+    HeadHealth* health;
+  };
+  static PackedHeads host_heads(Row& row);
+  bool staged(const Row& row, int head) const;
+  void encode(const Row& row, int head, const float* state, float amax, int64_t position,
+              bool with_read, const PackedHeads& to) const;
+  void show_device(Row& row, int head);
+  void encode_staged(Row& row, size_t plan, int64_t position);
   void make_room(Row& row, int records, int tokens);
   void make_conv_room(Row& row, int tokens);
   RecordPointers end_of(Row& row) const;
