@@ -46,6 +46,25 @@ Workload workload_of(const Shape& shape) {
 
 }  // namespace
 
+std::vector<std::string> decode_shapes(const GpuBenchOptions& options) {
+  std::vector<std::string> known;
+  for (const Shape& shape : kShapes) known.emplace_back(shape.name);
+  for (const std::string& name : options.shapes) {
+    if (std::find(known.begin(), known.end(), name) == known.end()) {
+      throw std::invalid_argument("bench: unknown shape '" + name +
+                                  "'; known: mamba2-h96 mamba2-h128 gdn-h32");
+    }
+  }
+  return options.shapes.empty() ? known : options.shapes;
+}
+
+DecodeWorkload decode_workload(const std::string& name) {
+  for (const Shape& shape : kShapes) {
+    if (name == shape.name) return workload_of<DecodeWorkload>(shape);
+  }
+  throw std::invalid_argument("bench: unknown shape '" + name + "'");
+}
+
 int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
   std::string reason;
   if (!cuda_available(&reason)) throw std::runtime_error("bench: " + reason);
@@ -64,14 +83,9 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
           ? std::vector<std::string>{"fp32", "fp16+sr", "nvfp4+sr", "fp16+sr/nvfp4"}
           : options.states;
   int result = 0;
-  bool any = false;
-  for (const Shape& shape : kShapes) {
-    bool wanted = options.shapes.empty();
-    for (const std::string& name : options.shapes) wanted = wanted || name == shape.name;
-    if (!wanted) continue;
-    any = true;
+  for (const std::string& shape : decode_shapes(options)) {
     for (const std::string& state : states) {
-      auto w = workload_of<DecodeWorkload>(shape);
+      DecodeWorkload w = decode_workload(shape);
       w.plan = plan_of(state, options.window);
       w.rows = options.rows;
       w.layers = options.layers;
@@ -85,7 +99,7 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
                               : t.difference.empty() ? "equal"
                                                      : t.difference.c_str();
         std::fprintf(
-            out, "%-12s %-16s %-10s %9.1f %9.1f %9.2f %6.0f%%  %s\n", shape.name, state.c_str(),
+            out, "%-12s %-16s %-10s %9.1f %9.1f %9.2f %6.0f%%  %s\n", shape.c_str(), state.c_str(),
             phase == 0   ? "staggered"
             : phase == 1 ? "in step"
                          : "reads only",
@@ -95,8 +109,6 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
       }
     }
   }
-  if (!any)
-    throw std::invalid_argument("bench: unknown shape; known: mamba2-h96 mamba2-h128 gdn-h32");
   return result;
 }
 

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels/gpu_timing.h"
+
 namespace replayeval {
 
 struct GpuBenchOptions {
@@ -18,6 +20,11 @@ struct GpuBenchOptions {
   std::vector<std::string>
       states;  // built-in formats, `recurrence/read`; empty: fp32, fp16+sr, nvfp4+sr, fp16+sr/nvfp4
 };
+
+/// Names of the shapes that are asked for; throws std::invalid_argument for an unknown one.
+std::vector<std::string> decode_shapes(const GpuBenchOptions& options);
+/// A layer of that shape.
+DecodeWorkload decode_workload(const std::string& shape);
 
 /// Prints a table to `out`. Returns 0, or 1 when a checkpoint differs from the host's. Throws
 /// std::runtime_error without a GPU, std::invalid_argument for an unknown shape or format.

@@ -14,6 +14,7 @@
 #include "datasets/tokenizer.h"
 #include "harness/bench.h"
 #include "harness/bench_gpu.h"
+#include "harness/bench_traffic.h"
 #include "harness/build_info.h"
 #include "harness/check_model.h"
 #include "harness/check_quant.h"
@@ -425,6 +426,9 @@ int parse_and_run(int argc, const char* const* argv) {
                         "folder or hub name, models/mini-mamba2 unless given");
   bench_app->add_option("--data", bench_data,
                         "folder in PG-19's layout, datasets/sample unless given");
+  std::string bench_sweep;
+  bench_app->add_option("--sweep", bench_sweep,
+                        "decode on a GPU: batch=1..512 or window=1..64, measured beside predicted");
   bench_app->add_flag("--single", bench_options.single,
                       "job on a GPU: 2,048 tokens in the middle go one at a time, for the ratio");
   bench_app->add_option("--tokens", bench_options.tokens, "of the job, 8192 unless given");
@@ -451,6 +455,17 @@ int parse_and_run(int argc, const char* const* argv) {
       write_random_checkpoint(random_name, random_folder, random_seed);
       return;
     }
+    gpu_options.states = bench_options.states;
+    if (bench_options.what == "decode" && !bench_model.empty()) {
+      result = print_model_traffic(find_model(bench_model), gpu_options, stdout);
+      return;
+    }
+    if (!bench_sweep.empty()) {
+      if (bench_options.what != "decode" || bench_device != "cuda")
+        reject("bench: --sweep: expected decode --device cuda with it");
+      result = run_decode_sweep(bench_sweep, gpu_options, stdout);
+      return;
+    }
     if (bench_device == "cuda" && bench_options.what == "job") {
       if (!bench_model.empty()) bench_options.model = find_model(bench_model);
       if (!bench_data.empty()) bench_options.data = bench_data;
@@ -458,7 +473,6 @@ int parse_and_run(int argc, const char* const* argv) {
       return;
     }
     if (bench_device == "cuda") {
-      gpu_options.states = bench_options.states;
       result = run_gpu_bench(bench_options.what, gpu_options, stdout);
       return;
     }
