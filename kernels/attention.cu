@@ -1,6 +1,7 @@
-// A block takes 64 (or 16) queries of one KV head over the pages of that head in turn: scores, the
-// online softmax in sixteen partial sums a query, then the weighted values, every output in one
-// thread's register. Keys and values stream through shared memory in pieces of 2,048 numbers.
+// A block takes 64 queries of one KV head over the pages of that head in turn: scores, the online
+// softmax in sixteen partial sums a query, then the weighted values, every output in one thread's
+// register. Keys and values stream through shared memory in pieces of 2,048 numbers. Rows of few
+// queries take their scores page by page at once and only then the pages in turn.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -22,38 +23,36 @@ constexpr int kRows = 64;                  // of a launch
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+template <KvType Type>
+constexpr int kElement = Type == KvType::bf16 ? 2 : 4;  // bytes
+
 struct Call {
   AttentionRowCuda rows[kRows];
   int heads, kv_heads, head_dim;
   float scale;
 };
 
-/// How a block is cut. kDim: head_dim rounded up to 64, 128 or 256; kQueries: 64, or 16 for single
-/// tokens, whose pieces are fetched further ahead.
-template <KvType Type, int kDimension, int kQueryCount>
+/// How a block of 64 queries is cut. kDim: head_dim rounded up to 64, 128 or 256.
+template <int kDimension>
 struct Cut {
-  static constexpr int kDim = kDimension, kQueries = kQueryCount;
-  static constexpr bool kFew = kQueries == 16;
-  static constexpr bool kBf16 = Type == KvType::bf16;
-  static constexpr bool kCodes = kBf16 && kFew;  // pieces stay as they are and are widened at use
-  static constexpr int kStages = kFew ? 6 : 2;
-  static constexpr int kElement = kCodes ? 2 : 4;  // bytes in shared memory
-  static constexpr int kKeyRow = kKeyDepth + 16 / kElement;
-  static constexpr int kStageBytes = kPage * kKeyRow * kElement;
+  static constexpr int kDim = kDimension;
+  static constexpr int kQueries = 64;
+  static constexpr int kStages = 2;
+  static constexpr int kKeyRow = kKeyDepth + 4;  // floats; eight rows touch every bank once
+  static constexpr int kStageFloats = kPage * kKeyRow;
   static constexpr int kQueryFloats = kDim + 4;
   static constexpr int kValueRows = kPiece / kDim;
   static constexpr int kValuePieces = kPage / kValueRows;
-  // Scores: a warp has 16 queries, a thread ty + 4 i; and 8 kOwnKeys keys, tx + 8 j.
-  static constexpr int kScoreWarps = kQueries / 16;
-  static constexpr int kOwnKeys = kPage / (kWarps / kScoreWarps) / 8;
-  // Values: a warp has 32 kQuads channels, a thread 4 tx + 32 h ..; queries ty + 4 i of its share.
-  static constexpr int kQuads = kFew ? 1 : 2;
-  static constexpr int kDimWarps = kDim / (32 * kQuads);
+  // Scores: a warp has 16 queries, a thread ty + 4 i; and 32 keys, tx + 8 j.
+  static constexpr int kScoreWarps = 4;
+  static constexpr int kOwnKeys = 4;
+  // Values: a warp has 64 channels, a thread 4 tx + 32 h ..; queries ty + 4 i of its share.
+  static constexpr int kQuads = 2;
+  static constexpr int kDimWarps = kDim / 64;
   static constexpr int kWarpQueries = kQueries / (kWarps / kDimWarps);
   static constexpr int kOwnQueries = kWarpQueries / 4;
   static constexpr int kSharedBytes =
-      4 * kQueries * (kQueryFloats + kScoreFloats + 2) + kStages * kStageBytes;
-  static constexpr int kBlocks = kFew ? 1 : 2;  // of a multiprocessor
+      4 * (kQueries * (kQueryFloats + kScoreFloats + 2) + kStages * kStageFloats);
 };
 
 /// Pieces of one KV head: of every page the K pieces, then the V pieces.
@@ -64,7 +63,7 @@ struct Pieces {
   int64_t positions;  // that exist
   int head_dim, key_pieces;
   bool vector;
-  char* stages;
+  float* stages;
   uint4 codes;  // of a piece of BF16 numbers, until they are widened
 
   static constexpr int kUnit = Type == KvType::bf16 ? 8 : 4;  // elements of 16 bytes
@@ -80,7 +79,7 @@ struct Pieces {
         int64_t{page} * kPage + (key ? r : (part - key_pieces) * C::kValueRows + r);
     const int channel = key ? part * kKeyDepth + c : c;
     *to = key ? r * C::kKeyRow + c : r * C::kDim + c;
-    *from = (key ? k : v) + (position * row + channel) * (Type == KvType::bf16 ? 2 : 4);
+    *from = (key ? k : v) + (position * row + channel) * kElement<Type>;
     return position < positions && channel < head_dim;
   }
   __device__ int left(int piece, int index) const {  // elements of the unit inside the head
@@ -90,7 +89,7 @@ struct Pieces {
     const int row_units = key ? kKeyDepth / kUnit : C::kDim / kUnit;
     return head_dim - ((key ? part * kKeyDepth : 0) + index % row_units * kUnit);
   }
-  __device__ char* stage(int piece) const { return stages + piece % C::kStages * C::kStageBytes; }
+  __device__ float* stage(int piece) const { return stages + piece % C::kStages * C::kStageFloats; }
 
   __device__ void fetch(int piece) {
 #pragma unroll
@@ -99,17 +98,14 @@ struct Pieces {
       const char* from;
       int to;
       const bool there = place(piece, index, &from, &to);
-      char* shared = stage(piece) + to * C::kElement;
+      float* shared = stage(piece) + to;
       if constexpr (Type == KvType::fp32) {
         if (vector) {
           copy_behind(shared, there ? from : k, there ? 16 : 0);
         } else {
           const int n = there ? left(piece, index) : 0;
-          store_quad(reinterpret_cast<float*>(shared),
-                     load_quad(reinterpret_cast<const float*>(from), n, false), 4, true);
+          store_quad(shared, load_quad(reinterpret_cast<const float*>(from), n, false), 4, true);
         }
-      } else if (C::kCodes && vector) {
-        copy_behind(shared, there ? from : k, there ? 16 : 0);
       } else if (vector) {
         codes = there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
       } else {
@@ -121,35 +117,27 @@ struct Pieces {
           pairs[e] = (2 * e < n ? code[2 * e] : 0u) | (2 * e + 1 < n ? code[2 * e + 1] : 0u) << 16;
         }
         codes = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        if constexpr (C::kCodes) *reinterpret_cast<uint4*>(shared) = codes;
       }
     }
     close_copies();
   }
   /// After `fetch`, once its loads may be waited for.
   __device__ void widen_codes(int piece) const {
-    if constexpr (Type == KvType::bf16 && !C::kCodes) {
+    if constexpr (Type == KvType::bf16) {
       const char* from;
       int to;
       place(piece, static_cast<int>(threadIdx.x), &from, &to);
-      float4* shared = reinterpret_cast<float4*>(stage(piece) + to * 4);
+      float4* shared = reinterpret_cast<float4*>(stage(piece) + to);
       const auto low = [](uint32_t u) { return __uint_as_float(u << 16); };
       const auto high = [](uint32_t u) { return __uint_as_float(u & 0xFFFF0000u); };
       shared[0] = make_float4(low(codes.x), high(codes.x), low(codes.y), high(codes.y));
       shared[1] = make_float4(low(codes.z), high(codes.z), low(codes.w), high(codes.w));
     }
   }
-  __device__ static Quad four(const char* stage, int index) {
-    if constexpr (C::kCodes) {
-      return load_quad<WeightType::bf16>(reinterpret_cast<const uint16_t*>(stage) + index, 4, true);
-    } else {
-      return load_quad(reinterpret_cast<const float*>(stage) + index, 4, true);
-    }
-  }
 };
 
 template <KvType Type, class C>
-__global__ void __launch_bounds__(kThreads, C::kBlocks) attend(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kThreads, 2) attend(const __grid_constant__ Call call) {
   const AttentionRowCuda& row = call.rows[blockIdx.z];
   const int head_dim = call.head_dim, group = call.heads / call.kv_heads;
   const int64_t all_queries = row.tokens * group;
@@ -166,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocks) attend(const __grid_cons
   float* factors = scores + C::kQueries * kScoreFloats;
   int* limits = reinterpret_cast<int*>(factors + C::kQueries);  // keys that a query sees
   const int thread = static_cast<int>(threadIdx.x);
-  const int warp = thread / 32, tx = thread % 8, ty = thread % 32 / 8;
+  const int warp = thread / 32, tx = lane_column(thread), ty = lane_row(thread);
 
   const auto query_at = [&](int64_t stride, int i) {
     const int64_t index = first_query + i;
@@ -185,15 +173,15 @@ __global__ void __launch_bounds__(kThreads, C::kBlocks) attend(const __grid_cons
 
   Pieces<Type, C> pieces;
   pieces.row = int64_t{call.kv_heads} * head_dim;
-  pieces.k = static_cast<const char*>(row.k) + int64_t{kv_head} * head_dim * (C::kBf16 ? 2 : 4);
-  pieces.v = static_cast<const char*>(row.v) + int64_t{kv_head} * head_dim * (C::kBf16 ? 2 : 4);
+  pieces.k = static_cast<const char*>(row.k) + int64_t{kv_head} * head_dim * (kElement<Type>);
+  pieces.v = static_cast<const char*>(row.v) + int64_t{kv_head} * head_dim * (kElement<Type>);
   pieces.positions = row.position + row.tokens;
   pieces.head_dim = head_dim;
   pieces.key_pieces = (head_dim + kKeyDepth - 1) / kKeyDepth;
   pieces.vector =
       head_dim % pieces.kUnit == 0 &&
       (reinterpret_cast<uintptr_t>(row.k) | reinterpret_cast<uintptr_t>(row.v)) % 16 == 0;
-  pieces.stages = reinterpret_cast<char*>(limits + C::kQueries);
+  pieces.stages = reinterpret_cast<float*>(limits + C::kQueries);
 
   const int least_limit = static_cast<int>(row.position + first_query / group) + 1;
   const int most_limit = static_cast<int>(row.position + (first_query + queries - 1) / group) + 1;
@@ -250,14 +238,14 @@ __global__ void __launch_bounds__(kThreads, C::kBlocks) attend(const __grid_cons
     }
 #pragma unroll 1
     for (int part = 0; part < pieces.key_pieces; ++part) {
-      const char* keys = begin_piece();
+      const float* keys = begin_piece();
       const float* own = q + score_query * C::kQueryFloats + part * kKeyDepth;
 #pragma unroll
       for (int d = 0; d < kKeyDepth; d += 4) {
         Quad b[C::kOwnKeys];
 #pragma unroll
         for (int j = 0; j < C::kOwnKeys; ++j)
-          b[j] = pieces.four(keys, (score_key + j * 8) * C::kKeyRow + d);
+          b[j] = load_quad(keys + (score_key + j * 8) * C::kKeyRow + d, 4, true);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const Quad a = load_quad(own + i * 4 * C::kQueryFloats + d, 4, true);
@@ -323,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocks) attend(const __grid_cons
     const bool whole = least_limit - page * kPage >= kPage;
 #pragma unroll 1
     for (int part = 0; part < C::kValuePieces; ++part) {
-      const char* values = begin_piece();
+      const float* values = begin_piece();
       if (part == 0) {
 #pragma unroll
         for (int i = 0; i < C::kOwnQueries; ++i) {
@@ -341,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocks) attend(const __grid_cons
           for (int e = 0; e < 4; ++e) {
 #pragma unroll
             for (int h = 0; h < C::kQuads; ++h)
-              b[e][h] = pieces.four(values, (r + e) * C::kDim + value_channel + 32 * h);
+              b[e][h] = load_quad(values + (r + e) * C::kDim + value_channel + 32 * h, 4, true);
           }
 #pragma unroll
           for (int i = 0; i < C::kOwnQueries; ++i) {
@@ -362,7 +350,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocks) attend(const __grid_cons
           Quad b[C::kQuads];
 #pragma unroll
           for (int h = 0; h < C::kQuads; ++h)
-            b[h] = pieces.four(values, r * C::kDim + value_channel + 32 * h);
+            b[h] = load_quad(values + r * C::kDim + value_channel + 32 * h, 4, true);
 #pragma unroll
           for (int i = 0; i < C::kOwnQueries; ++i) {
             if (position + r >= limits[value_query + i * 4]) continue;
@@ -398,8 +386,240 @@ __global__ void __launch_bounds__(kThreads, C::kBlocks) attend(const __grid_cons
   }
 }
 
-template <KvType Type, class C>
+// ---------------------------------------------------------------- few queries
+
+// Single tokens: scores of all pages at once, then a walk over the pages in which a warp has a
+// query and 32 channels.
+constexpr int kFewQueries = 16;   // of a KV head
+constexpr int kFewDepth = 64;     // head_dim columns of K in shared memory
+constexpr int kFewChannels = 32;  // of a block of the walk
+constexpr int kFewStages = 4;
+
+/// Scaled scores [row, KV head, query, position], of kFewQueries queries and `stride` positions.
+struct Scores {
+  float* data;
+  int64_t stride;
+  __device__ float* at(int64_t row, int64_t kv_heads, int kv_head, int query) const {
+    return data + ((row * kv_heads + kv_head) * kFewQueries + query) * stride;
+  }
+};
+
+/// Four elements from `index` of an array of keys or values.
+template <KvType Type>
+__device__ __forceinline__ Quad load_kv(const void* data, int64_t index, int n, bool vector) {
+  if constexpr (Type == KvType::bf16) {
+    return load_quad<WeightType::bf16>(static_cast<const uint16_t*>(data) + index, n, vector);
+  } else {
+    return load_quad(static_cast<const float*>(data) + index, n, vector);
+  }
+}
+
+/// A page of a KV head a block: thread (key, g) has queries g, g + 4, ...
+template <KvType Type>
+__global__ void __launch_bounds__(kThreads)
+    score_page(const __grid_constant__ Call call, Scores scores, bool vector) {
+  const AttentionRowCuda& row = call.rows[blockIdx.z];
+  const int64_t positions = row.position + row.tokens;
+  const int64_t first = int64_t{blockIdx.x} * kPage;
+  if (first >= positions) return;
+  __shared__ float keys[kPage * (kFewDepth + 4)];
+  __shared__ float queries[kFewQueries * (kMaxAttentionDim + 4)];
+  const int head_dim = call.head_dim, group = call.heads / call.kv_heads;
+  const int kv_head = static_cast<int>(blockIdx.y);
+  const int count = static_cast<int>(row.tokens) * group;
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < count * kMaxAttentionDim; i += kThreads) {
+    const int query = i / kMaxAttentionDim, d = i % kMaxAttentionDim;
+    const int64_t head = int64_t{kv_head} * group + query % group;
+    queries[query * (kMaxAttentionDim + 4) + d] =
+        d < head_dim ? row.q[query / group * row.q_stride + head * head_dim + d] : 0.0F;
+  }
+  const int key = thread % kPage, own = thread / kPage;
+  float sums[kFewQueries / 4] = {};
+  for (int begin = 0; begin < head_dim; begin += kFewDepth) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPage * kFewDepth / 4 / kThreads; ++i) {
+      const int r = (thread + i * kThreads) / (kFewDepth / 4);
+      const int c = (thread + i * kThreads) % (kFewDepth / 4) * 4;
+      const int n = first + r < positions ? head_dim - begin - c : 0;
+      const int64_t at = ((first + r) * call.kv_heads + kv_head) * head_dim + begin + c;
+      store_quad(keys + r * (kFewDepth + 4) + c, load_kv<Type>(row.k, at, n, vector), 4, true);
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int d = 0; d < kFewDepth; d += 4) {
+      const Quad b = load_quad(keys + key * (kFewDepth + 4) + d, 4, true);
+#pragma unroll
+      for (int i = 0; i < kFewQueries / 4; ++i) {
+        if (own + 4 * i >= count) break;
+        const Quad a =
+            load_quad(queries + (own + 4 * i) * (kMaxAttentionDim + 4) + begin + d, 4, true);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[i] = __fmaf_rn(a.v[e], b.v[e], sums[i]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kFewQueries / 4; ++i) {
+    const int query = own + 4 * i;
+    if (query >= count) break;
+    const bool seen = first + key <= row.position + query / group;
+    scores.at(blockIdx.z, call.kv_heads, kv_head, query)[first + key] =
+        seen ? sums[i] * call.scale : -INFINITY;
+  }
+}
+
+/// 32 channels of a KV head a block, a query a warp, a channel a thread; pages in turn.
+template <KvType Type>
+__global__ void __launch_bounds__(32 * kFewQueries)
+    walk_pages(const __grid_constant__ Call call, Scores scores, bool vector) {
+  const AttentionRowCuda& row = call.rows[blockIdx.z];
+  constexpr int kUnit = 16 / kElement<Type>;
+  constexpr int kRowUnits = kFewChannels / kUnit;
+  constexpr int kStageBytes = kPage * kFewChannels * kElement<Type>;
+  __shared__ float4 stages[kFewStages * kStageBytes / 16];
+  __shared__ float weights[kFewQueries][kPage];
+  const int head_dim = call.head_dim, group = call.heads / call.kv_heads;
+  const int kv_head = static_cast<int>(blockIdx.y);
+  const int first_channel = static_cast<int>(blockIdx.x) * kFewChannels;
+  const int64_t positions = row.position + row.tokens;
+  const int pages = static_cast<int>((positions + kPage - 1) / kPage);
+  const int query = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+  const bool has_query = query < static_cast<int>(row.tokens) * group;
+  const int64_t limit = row.position + query / group + 1;
+
+  const auto stage = [&](int page) {
+    return reinterpret_cast<char*>(stages) + page % kFewStages * kStageBytes;
+  };
+  const auto fetch = [&](int page) {
+    for (int i = static_cast<int>(threadIdx.x); i < kPage * kRowUnits;
+         i += static_cast<int>(blockDim.x)) {
+      const int64_t position = int64_t{page} * kPage + i / kRowUnits;
+      const int channel = first_channel + i % kRowUnits * kUnit;
+      const int64_t at = (position * call.kv_heads + kv_head) * head_dim + channel;
+      const bool there = position < positions && channel < head_dim;
+      const char* from = static_cast<const char*>(row.v) + at * kElement<Type>;
+      char* to = stage(page) + i * 16;
+      if (vector) {
+        copy_behind(to, there ? from : row.v, there ? 16 : 0);
+      } else {
+        for (int e = 0; there && e < kUnit && channel + e < head_dim; ++e) {
+          if constexpr (Type == KvType::bf16) {
+            reinterpret_cast<uint16_t*>(to)[e] = reinterpret_cast<const uint16_t*>(from)[e];
+          } else {
+            reinterpret_cast<float*>(to)[e] = reinterpret_cast<const float*>(from)[e];
+          }
+        }
+      }
+    }
+    close_copies();
+  };
+
+  const float* own_scores = scores.at(blockIdx.z, call.kv_heads, kv_head, query);
+  float next[2] = {-INFINITY, -INFINITY};
+  const auto fetch_scores = [&](int page) {
+    if (!has_query) return;
+    next[0] = own_scores[int64_t{page} * kPage + lane];
+    next[1] = own_scores[int64_t{page} * kPage + 32 + lane];
+  };
+  for (int page = 0; page < kFewStages - 1; ++page) {
+    if (page < pages) {
+      fetch(page);
+    } else {
+      close_copies();
+    }
+  }
+  fetch_scores(0);
+  float maximum = -INFINITY, total = 0, sum = 0;  // total: of lane % 16
+  for (int page = 0; page < pages; ++page) {
+    const float s[2] = {next[0], next[1]};
+    if (page + 1 < pages) fetch_scores(page + 1);
+    const int64_t seen = limit - int64_t{page} * kPage;
+    float factor = 1.0F;
+    if (has_query && seen > 0) {
+      float largest = s[0] > -INFINITY ? s[0] : -INFINITY;
+      largest = s[1] > largest ? s[1] : largest;
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, largest, distance);
+        largest = other > largest ? other : largest;
+      }
+      const float old = maximum;
+      maximum = largest > old ? largest : old;
+      // Without a finite score so far, subtracting 0 keeps the weights at 0.
+      const float subtract = maximum == -INFINITY ? 0.0F : maximum;
+      const float low = exp_ordered(s[0] - subtract), high = exp_ordered(s[1] - subtract);
+      __syncwarp();
+      weights[query][lane] = low;
+      weights[query][32 + lane] = high;
+      factor = exp_ordered(old - subtract);
+      const float added = (low + __shfl_xor_sync(0xFFFFFFFFu, low, 16)) +
+                          (high + __shfl_xor_sync(0xFFFFFFFFu, high, 16));
+      total = __fmaf_rn(total, factor, added);
+    }
+    wait_copies<kFewStages - 2>();
+    __syncthreads();
+    if (page + kFewStages - 1 < pages) {
+      fetch(page + kFewStages - 1);
+    } else {
+      close_copies();
+    }
+    if (!has_query || seen <= 0) continue;
+    sum *= factor;
+    const char* values = stage(page);
+    const auto value = [&](int j) {
+      if constexpr (Type == KvType::bf16) {
+        return widen_code<WeightType::bf16>(
+            reinterpret_cast<const uint16_t*>(values)[j * kFewChannels + lane]);
+      } else {
+        return reinterpret_cast<const float*>(values)[j * kFewChannels + lane];
+      }
+    };
+    if (seen >= kPage) {
+#pragma unroll 16
+      for (int j = 0; j < kPage; j += 4) {
+        const Quad w = load_quad(&weights[query][j], 4, true);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum = __fmaf_rn(w.v[e], value(j + e), sum);
+      }
+    } else {
+      for (int j = 0; j < static_cast<int>(seen); ++j)
+        sum = __fmaf_rn(weights[query][j], value(j), sum);
+    }
+  }
+  wait_copies<0>();
+  const float divisor = sum_over_sixteen(total, 0xFFFFFFFFu);
+  const int channel = first_channel + lane;
+  if (!has_query || channel >= head_dim) return;
+  const int64_t head = int64_t{kv_head} * group + query % group;
+  row.out[query / group * row.out_stride + head * head_dim + channel] = sum / divisor;
+}
+
+template <KvType Type>
+void launch_few(const Call& call, int64_t most_queries, int64_t positions, unsigned rows,
+                bool vector, cudaStream_t stream) {
+  const auto pages = static_cast<unsigned>(ceil_div(positions, kPage));
+  const auto kv_heads = static_cast<unsigned>(call.kv_heads);
+  const int64_t stride = int64_t{pages} * kPage;
+  CallTables scratch(stream);
+  const size_t at = scratch.reserve(static_cast<size_t>(rows * call.kv_heads * stride) *
+                                    kFewQueries * sizeof(float));
+  scratch.upload();
+  const Scores scores{scratch.scratch<float>(at), stride};
+  score_page<Type><<<dim3(pages, kv_heads, rows), kThreads, 0, stream>>>(call, scores, vector);
+  const auto channels = static_cast<unsigned>(ceil_div(call.head_dim, kFewChannels));
+  walk_pages<Type>
+      <<<dim3(channels, kv_heads, rows), static_cast<unsigned>(32 * most_queries), 0, stream>>>(
+          call, scores, vector);
+  CUDA_CHECK(cudaGetLastError());
+}
+
+// ---------------------------------------------------------------- launches
+
+template <KvType Type, int kDim>
 void launch(const Call& call, int64_t most_queries, unsigned rows, cudaStream_t stream) {
+  using C = Cut<kDim>;
   CUDA_CHECK(cudaFuncSetAttribute(attend<Type, C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   C::kSharedBytes));
   const dim3 grid(static_cast<unsigned>(ceil_div(most_queries, C::kQueries)),
@@ -408,38 +628,62 @@ void launch(const Call& call, int64_t most_queries, unsigned rows, cudaStream_t 
   CUDA_CHECK(cudaGetLastError());
 }
 
-template <KvType Type, int kDim>
-void launch_dim(const Call& call, int64_t most_queries, unsigned rows, cudaStream_t stream) {
-  if (most_queries <= 16) {
-    launch<Type, Cut<Type, kDim, 16>>(call, most_queries, rows, stream);
-  } else {
-    launch<Type, Cut<Type, kDim, 64>>(call, most_queries, rows, stream);
+template <KvType Type>
+class Launches {
+ public:
+  Launches(const Call& call, cudaStream_t stream) : call_(call), stream_(stream) {}
+
+  /// Rows of up to 16 queries a KV head, or of more, but not both.
+  void add(const AttentionRowCuda& row) {
+    const int64_t queries = row.tokens * (call_.heads / call_.kv_heads);
+    const int64_t positions = row.position + row.tokens;
+    const auto scratch = [&](int64_t rows) {  // bytes
+      return rows * call_.kv_heads * kFewQueries * std::max(positions_, positions) * 4;
+    };
+    if (held_ == kRows || (few_ && held_ > 0 && scratch(held_ + 1) > kMostScratch)) send();
+    few_ = queries <= kFewQueries;
+    const uintptr_t addresses =
+        reinterpret_cast<uintptr_t>(row.k) | reinterpret_cast<uintptr_t>(row.v);
+    vector_ = vector_ && addresses % 16 == 0 && call_.head_dim % (16 / kElement<Type>) == 0;
+    queries_ = std::max(queries_, queries);
+    positions_ = std::max(positions_, positions);
+    call_.rows[held_++] = row;
   }
-}
+  void send() {
+    if (held_ == 0) return;
+    if (few_) {
+      launch_few<Type>(call_, queries_, positions_, held_, vector_, stream_);
+    } else if (call_.head_dim <= 64) {
+      launch<Type, 64>(call_, queries_, held_, stream_);
+    } else if (call_.head_dim <= 128) {
+      launch<Type, 128>(call_, queries_, held_, stream_);
+    } else {
+      launch<Type, 256>(call_, queries_, held_, stream_);
+    }
+    held_ = 0;
+    queries_ = positions_ = 0;
+    vector_ = true;
+  }
+
+ private:
+  static constexpr int64_t kMostScratch = int64_t{1} << 29;
+  Call call_;
+  cudaStream_t stream_;
+  unsigned held_ = 0;
+  bool few_ = false, vector_ = true;
+  int64_t queries_ = 0, positions_ = 0;
+};
 
 template <KvType Type>
-void launch_type(std::span<const AttentionRowCuda> rows, Call call, cudaStream_t stream) {
-  unsigned held = 0;
-  int64_t most_queries = 0;
-  const auto send = [&] {
-    if (held == 0) return;
-    if (call.head_dim <= 64) {
-      launch_dim<Type, 64>(call, most_queries, held, stream);
-    } else if (call.head_dim <= 128) {
-      launch_dim<Type, 128>(call, most_queries, held, stream);
-    } else {
-      launch_dim<Type, 256>(call, most_queries, held, stream);
+void launch_type(std::span<const AttentionRowCuda> rows, const Call& call, cudaStream_t stream) {
+  for (bool few : {false, true}) {
+    Launches<Type> launches(call, stream);
+    for (const AttentionRowCuda& row : rows) {
+      if (row.type != Type || row.tokens == 0) continue;
+      if ((row.tokens * (call.heads / call.kv_heads) <= kFewQueries) == few) launches.add(row);
     }
-    held = 0;
-    most_queries = 0;
-  };
-  for (const AttentionRowCuda& row : rows) {
-    if (row.type != Type || row.tokens == 0) continue;
-    if (held == kRows) send();
-    call.rows[held++] = row;
-    most_queries = std::max(most_queries, row.tokens * (call.heads / call.kv_heads));
+    launches.send();
   }
-  send();
 }
 
 /// Rows of k, then rows of v.

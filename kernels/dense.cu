@@ -1,6 +1,5 @@
 // Products as tiles of outputs, each output in one thread's register: no order of additions is ever
-// changed. Rows of x and of w lie in shared memory as they lie in global memory, four columns an
-// access; three stages are under way at once.
+// changed.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -47,9 +46,177 @@ __device__ __forceinline__ const Product& find_product(const Products& products,
   return list[low];
 }
 
-constexpr int kDepthTile = 16;              // columns of x and w in a stage
-constexpr int kRowFloats = kDepthTile + 4;  // of shared memory: eight rows touch every bank once
-constexpr int kStages = 3;
+constexpr int kDepthTile = 16;  // columns of x and w in a stage
+
+/// Four columns c .. c + 3 of a row of `cols` on their way to shared memory.
+template <WeightType Type>
+struct Staged {
+  Quad values;
+  __device__ __forceinline__ void load(const char* row, int c, int cols, bool vector) {
+    values = load_quad(reinterpret_cast<const float*>(row) + c, cols - c, vector);
+  }
+  __device__ __forceinline__ Quad widened() const { return values; }
+};
+template <WeightType Type>
+requires(Type != WeightType::fp32) struct Staged<Type> {
+  uint2 codes;
+  __device__ __forceinline__ void load(const char* row, int c, int cols, bool vector) {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(row) + c;
+    if (vector && c + 4 <= cols) {
+      codes = *reinterpret_cast<const uint2*>(from);
+    } else {
+      uint32_t code[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) code[k] = c + k < cols ? from[k] : 0u;
+      codes = make_uint2(code[0] | code[1] << 16, code[2] | code[3] << 16);
+    }
+  }
+  __device__ __forceinline__ Quad widened() const {
+    return {{widen_code<Type>(codes.x & 0xFFFFu), widen_code<Type>(codes.x >> 16),
+             widen_code<Type>(codes.y & 0xFFFFu), widen_code<Type>(codes.y >> 16)}};
+  }
+};
+
+/// kBlockM x kBlockN outputs a block, 8 x 8 a thread: rows 4 ty + 16 h .., columns 4 tx + 32 h ..
+/// of a warp's 32 x 64. A stage holds x and w by columns: the four values of one access belong to
+/// four outputs, so that a product's operand and its sum can lie in different banks of registers.
+template <WeightType Type, int kBlockM, int kBlockN, int kBlocks>
+__global__ void __launch_bounds__(kBlockM* kBlockN / 64, kBlocks)
+    multiply(const __grid_constant__ Products products) {
+  constexpr int kThreads = kBlockM * kBlockN / 64;
+  constexpr int kWarpsN = kBlockN / 64;
+  constexpr int kLoadsX = kBlockM * kDepthTile / 4 / kThreads;
+  constexpr int kLoadsW = kBlockN * kDepthTile / 4 / kThreads;
+  constexpr int kLoadRows = kThreads / 4;
+  constexpr int kRowX = kBlockM + 4, kRowW = kBlockN + 4;  // floats of a column
+  __shared__ float4 memory[2 * kDepthTile * (kRowX + kRowW) / 4];
+
+  const Product& product = find_product(products, blockIdx.x);
+  const uint32_t tile = blockIdx.x - product.first_tile;
+  const int cols = product.cols;
+  const uint32_t row_tiles = static_cast<uint32_t>((product.m + kBlockM - 1) / kBlockM);
+  // Tiles of the same weights follow each other.
+  const int first_m = static_cast<int>(tile % row_tiles) * kBlockM;
+  const int first_n = static_cast<int>(tile / row_tiles) * kBlockN;
+
+  // Half a warp stores sixteen rows of one column at once, each in its own bank.
+  const int thread = static_cast<int>(threadIdx.x);
+  const int load_row = thread % 16 + thread / 64 * 16, load_c = thread / 16 % 4 * 4;
+  // Rows past the end repeat the last one; their outputs are not stored.
+  const char *x_rows[kLoadsX], *w_rows[kLoadsW];
+#pragma unroll
+  for (int i = 0; i < kLoadsX; ++i) {
+    const int row = min(first_m + load_row + i * kLoadRows, product.m - 1);
+    x_rows[i] = reinterpret_cast<const char*>(
+        product.x + (product.x_rows != nullptr ? product.x_rows[row] : row) * product.x_stride);
+  }
+#pragma unroll
+  for (int i = 0; i < kLoadsW; ++i) {
+    const int row = min(first_n + load_row + i * kLoadRows, product.rows - 1);
+    w_rows[i] = static_cast<const char*>(product.w) + row * product.w_stride * weight_bytes(Type);
+  }
+  const bool vector_x = product.vector_x, vector_w = product.vector_w;
+  Staged<WeightType::fp32> next_x[kLoadsX];
+  Staged<Type> next_w[kLoadsW];
+  const auto stage = [&](int step) {
+    return reinterpret_cast<float*>(memory) + step % 2 * kDepthTile * (kRowX + kRowW);
+  };
+  const auto fetch = [&](int step) {
+    const int c = step * kDepthTile + load_c;
+#pragma unroll
+    for (int i = 0; i < kLoadsX; ++i) next_x[i].load(x_rows[i], c, cols, vector_x);
+#pragma unroll
+    for (int i = 0; i < kLoadsW; ++i) next_w[i].load(w_rows[i], c, cols, vector_w);
+  };
+  const auto keep = [&](int step) {
+    float* x = stage(step) + load_c * kRowX + load_row;
+    float* w = stage(step) + kDepthTile * kRowX + load_c * kRowW + load_row;
+#pragma unroll
+    for (int i = 0; i < kLoadsX; ++i) {
+      const Quad q = next_x[i].widened();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) x[k * kRowX + i * kLoadRows] = q.v[k];
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsW; ++i) {
+      const Quad q = next_w[i].widened();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) w[k * kRowW + i * kLoadRows] = q.v[k];
+    }
+  };
+
+  const int warp = thread / 32;
+  const int tx = lane_column(thread), ty = lane_row(thread);
+  const int own_m = warp / kWarpsN * 32 + ty * 4, own_n = warp % kWarpsN * 64 + tx * 4;
+  float sums[8][8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[i][j] = 0;
+  }
+
+  const int steps = (cols + kDepthTile - 1) / kDepthTile;
+  if (steps > 0) {
+    fetch(0);
+    keep(0);
+  }
+  __syncthreads();
+  for (int step = 0; step < steps; ++step) {
+    const bool more = step + 1 < steps;
+    if (more) fetch(step + 1);
+    const float* x = stage(step) + own_m;
+    const float* w = stage(step) + kDepthTile * kRowX + own_n;
+    const auto add_column = [&](int k) {
+      Quad a[2], b[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        a[h] = load_quad(x + k * kRowX + 16 * h, 4, true);
+        b[h] = load_quad(w + k * kRowW + 32 * h, 4, true);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          sums[i][j] = __fmaf_rn(a[i / 4].v[i % 4], b[j / 4].v[j % 4], sums[i][j]);
+      }
+    };
+    const int depth = min(kDepthTile, cols - step * kDepthTile);
+    if (depth == kDepthTile) {
+#pragma unroll
+      for (int k = 0; k < kDepthTile; ++k) add_column(k);
+    } else {
+      // Adding 0 * 0 would turn a sum of -0 into +0: the last stage ends where the columns end.
+#pragma unroll 1
+      for (int k = 0; k < depth; ++k) add_column(k);
+    }
+    if (more) keep(step + 1);
+    __syncthreads();
+  }
+
+  const bool vector_y =
+      reinterpret_cast<uintptr_t>(product.y) % 16 == 0 && product.y_stride % 4 == 0;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int n = first_n + own_n + 32 * h;
+    const int left = product.rows - n;
+    Quad bias = {};
+    if (product.bias != nullptr) bias = load_quad(product.bias + n, left, false);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = first_m + own_m + i / 4 * 16 + i % 4;
+      if (row >= product.m) continue;
+      Quad out;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float sum = sums[i][4 * h + j];
+        out.v[j] = product.bias != nullptr ? sum + bias.v[j] : sum;
+      }
+      store_quad(product.y + row * product.y_stride + n, out, left, vector_y);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- few rows
 
 /// Four columns c .. c + 3 of a row of FP32 values of `cols`, zeros past the end, to shared memory.
 __device__ __forceinline__ void stage_fp32(float* to, const float* row, int c, int cols,
@@ -61,175 +228,6 @@ __device__ __forceinline__ void stage_fp32(float* to, const float* row, int c, i
     store_quad(to, load_quad(row + c, left, false), 4, true);
   }
 }
-
-/// kBlockM x kBlockN outputs a block, 8 x 8 a thread: rows ty + 4 i, columns tx + 8 j of a warp's
-/// 32 x 64.
-template <WeightType Type, int kBlockM, int kBlockN>
-__global__ void __launch_bounds__(kBlockM* kBlockN / 64, 65536 / 128 / (kBlockM * kBlockN / 64))
-    multiply(const __grid_constant__ Products products) {
-  constexpr int kThreads = kBlockM * kBlockN / 64;
-  constexpr int kWarpsN = kBlockN / 64;
-  constexpr int kQuads = kDepthTile / 4;
-  constexpr int kLoadsX = kBlockM * kQuads / kThreads;
-  constexpr int kLoadsW = kBlockN * kQuads / kThreads;
-  constexpr int kStageFloats = (kBlockM + kBlockN) * kRowFloats;
-  extern __shared__ float4 memory[];
-  float* stages = reinterpret_cast<float*>(memory);
-
-  const Product& product = find_product(products, blockIdx.x);
-  const uint32_t tile = blockIdx.x - product.first_tile;
-  const int cols = product.cols;
-  const uint32_t row_tiles = static_cast<uint32_t>((product.m + kBlockM - 1) / kBlockM);
-  // Tiles of the same weights follow each other.
-  const int first_m = static_cast<int>(tile % row_tiles) * kBlockM;
-  const int first_n = static_cast<int>(tile / row_tiles) * kBlockN;
-
-  const int thread = static_cast<int>(threadIdx.x);
-  const int load_row = thread / kQuads, load_c = thread % kQuads * 4;
-  // Rows past the end repeat the last one; their outputs are not stored.
-  const float* x_rows[kLoadsX];
-#pragma unroll
-  for (int i = 0; i < kLoadsX; ++i) {
-    const int row = min(first_m + load_row + i * (kThreads / kQuads), product.m - 1);
-    x_rows[i] =
-        product.x + (product.x_rows != nullptr ? product.x_rows[row] : row) * product.x_stride;
-  }
-  int64_t w_rows[kLoadsW];
-#pragma unroll
-  for (int i = 0; i < kLoadsW; ++i) {
-    w_rows[i] =
-        min(first_n + load_row + i * (kThreads / kQuads), product.rows - 1) * product.w_stride;
-  }
-  const bool vector_x = product.vector_x, vector_w = product.vector_w;
-  uint2 codes[kLoadsW];  // of a stage of 16-bit weights, until they are widened
-
-  const auto fetch = [&](int step) {
-    float* stage = stages + step % kStages * kStageFloats;
-    const int c = step * kDepthTile + load_c;
-#pragma unroll
-    for (int i = 0; i < kLoadsX; ++i) {
-      stage_fp32(stage + (load_row + i * (kThreads / kQuads)) * kRowFloats + load_c, x_rows[i], c,
-                 cols, vector_x);
-    }
-#pragma unroll
-    for (int i = 0; i < kLoadsW; ++i) {
-      if constexpr (Type == WeightType::fp32) {
-        float* to = stage + (kBlockM + load_row + i * (kThreads / kQuads)) * kRowFloats + load_c;
-        stage_fp32(to, static_cast<const float*>(product.w) + w_rows[i], c, cols, vector_w);
-      } else {
-        const uint16_t* from = static_cast<const uint16_t*>(product.w) + w_rows[i] + c;
-        if (vector_w && c + 4 <= cols) {
-          codes[i] = *reinterpret_cast<const uint2*>(from);
-        } else {
-          uint32_t code[4];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) code[k] = c + k < cols ? from[k] : 0u;
-          codes[i] = make_uint2(code[0] | code[1] << 16, code[2] | code[3] << 16);
-        }
-      }
-    }
-    close_copies();
-  };
-  const auto widen_codes = [&](int step) {
-    if constexpr (Type != WeightType::fp32) {
-      float* stage = stages + step % kStages * kStageFloats + kBlockM * kRowFloats;
-#pragma unroll
-      for (int i = 0; i < kLoadsW; ++i) {
-        *reinterpret_cast<float4*>(stage + (load_row + i * (kThreads / kQuads)) * kRowFloats +
-                                   load_c) =
-            make_float4(widen_code<Type>(codes[i].x & 0xFFFFu), widen_code<Type>(codes[i].x >> 16),
-                        widen_code<Type>(codes[i].y & 0xFFFFu), widen_code<Type>(codes[i].y >> 16));
-      }
-    }
-  };
-
-  const int warp = thread / 32;
-  const int tx = thread % 8, ty = thread % 32 / 8;
-  const int own_m = warp / kWarpsN * 32 + ty, own_n = warp % kWarpsN * 64 + tx;
-  float sums[8][8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sums[i][j] = 0;
-  }
-
-  const int steps = (cols + kDepthTile - 1) / kDepthTile;
-#pragma unroll
-  for (int step = 0; step < kStages - 1; ++step) {
-    if (step < steps) {
-      fetch(step);
-      widen_codes(step);
-    } else {
-      close_copies();
-    }
-  }
-  for (int step = 0; step < steps; ++step) {
-    wait_copies<kStages - 2>();
-    __syncthreads();
-    const bool more = step + kStages - 1 < steps;
-    if (more) {
-      fetch(step + kStages - 1);
-    } else {
-      close_copies();
-    }
-    const float* stage = stages + step % kStages * kStageFloats;
-    const float* x = stage + own_m * kRowFloats;
-    const float* w = stage + (kBlockM + own_n) * kRowFloats;
-    const int depth = min(kDepthTile, cols - step * kDepthTile);
-    if (depth == kDepthTile) {
-#pragma unroll
-      for (int k = 0; k < kDepthTile; k += 4) {
-        float4 b[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          b[j] = *reinterpret_cast<const float4*>(w + j * 8 * kRowFloats + k);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float4 a = *reinterpret_cast<const float4*>(x + i * 4 * kRowFloats + k);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) sums[i][j] = __fmaf_rn(a.x, b[j].x, sums[i][j]);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) sums[i][j] = __fmaf_rn(a.y, b[j].y, sums[i][j]);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) sums[i][j] = __fmaf_rn(a.z, b[j].z, sums[i][j]);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) sums[i][j] = __fmaf_rn(a.w, b[j].w, sums[i][j]);
-        }
-      }
-    } else {
-      // Adding 0 * 0 would turn a sum of -0 into +0: the last stage ends where the columns end.
-      for (int k = 0; k < depth; ++k) {
-        float b[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) b[j] = w[j * 8 * kRowFloats + k];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float a = x[i * 4 * kRowFloats + k];
-#pragma unroll
-          for (int j = 0; j < 8; ++j) sums[i][j] = __fmaf_rn(a, b[j], sums[i][j]);
-        }
-      }
-    }
-    if (more) widen_codes(step + kStages - 1);
-  }
-  wait_copies<0>();
-
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int n = first_n + own_n + j * 8;
-    if (n >= product.rows) continue;
-    const float bias = product.bias != nullptr ? product.bias[n] : 0.0F;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = first_m + own_m + i * 4;
-      if (row >= product.m) continue;
-      product.y[row * product.y_stride + n] =
-          product.bias != nullptr ? sums[i][j] + bias : sums[i][j];
-    }
-  }
-}
-
-// ---------------------------------------------------------------- few rows
 
 constexpr int kFewRows = 16;
 constexpr int kFewThreads = 128;
@@ -323,8 +321,7 @@ __global__ void __launch_bounds__(kFewThreads)
     };
     const auto walk = [&](auto rows) {
       constexpr int kRows = decltype(rows)::value;
-#pragma unroll 4
-      for (int k = 0; k + 4 <= depth; k += 4) {
+      const auto step_of_four = [&](int k) {
         const Quad b = four(k);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -332,7 +329,13 @@ __global__ void __launch_bounds__(kFewThreads)
 #pragma unroll
           for (int e = 0; e < 4; ++e) sums[i] = __fmaf_rn(a.v[e], b.v[e], sums[i]);
         }
+      };
+      if (depth == kFewDepth) {
+#pragma unroll 8
+        for (int k = 0; k < kFewDepth; k += 4) step_of_four(k);
+        return;
       }
+      for (int k = 0; k + 4 <= depth; k += 4) step_of_four(k);
       for (int k = depth / 4 * 4; k < depth; ++k) {
         float b;
         if constexpr (Type == WeightType::fp32) {
@@ -392,8 +395,10 @@ bool rows_start_on(const LinearJob& job, int64_t bytes) {
 template <class Kernel>
 void launch(Kernel kernel, unsigned tiles, int threads, size_t shared,
             const std::vector<Product>& list, cudaStream_t stream) {
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(shared)));
+  if (shared > 0) {
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared)));
+  }
   Products products;
   products.table = nullptr;
   products.count = static_cast<int>(list.size());
@@ -411,15 +416,14 @@ void launch(Kernel kernel, unsigned tiles, int threads, size_t shared,
   CUDA_CHECK(cudaGetLastError());
 }
 
-template <WeightType Type, int kBlockM, int kBlockN>
+template <WeightType Type, int kBlockM, int kBlockN, int kBlocks>
 void launch_tiles(std::vector<Product>& list, cudaStream_t stream) {
   uint32_t tiles = 0;
   for (Product& product : list) {
     product.first_tile = tiles;
     tiles += static_cast<uint32_t>(ceil_div(product.m, kBlockM) * ceil_div(product.rows, kBlockN));
   }
-  launch(multiply<Type, kBlockM, kBlockN>, tiles, kBlockM * kBlockN / 64,
-         sizeof(float) * kStages * (kBlockM + kBlockN) * kRowFloats, list, stream);
+  launch(multiply<Type, kBlockM, kBlockN, kBlocks>, tiles, kBlockM * kBlockN / 64, 0, list, stream);
 }
 
 template <WeightType Type>
@@ -454,9 +458,9 @@ void launch_type(std::span<const LinearJob> jobs, cudaStream_t stream) {
   // little slower.
   if (1.06 * static_cast<double>(ceil_div(small, multiprocessors)) <
       2.0 * static_cast<double>(ceil_div(large, multiprocessors))) {
-    launch_tiles<Type, 64, 128>(many, stream);
+    launch_tiles<Type, 64, 128, 3>(many, stream);
   } else {
-    launch_tiles<Type, 128, 128>(many, stream);
+    launch_tiles<Type, 128, 128, 1>(many, stream);
   }
 }
 

@@ -13,6 +13,8 @@ namespace replayeval {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr size_t kNormBytes = 96 << 10;  // of shared memory for a group
+constexpr int kNormThreads = 512;        // at most, of a block that takes one group
 constexpr float kLog2E = 1.44269504088896340736F;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -96,10 +98,12 @@ struct NormPlan {
   bool gate_before, one_plus, norm_first, round_steps, vector_weight;
 };
 
+/// kWhole: everything starts on multiples of 16 bytes and n is at least 4.
+template <bool kWhole>
 __device__ Quad norm_input(const NormPlan& plan, int64_t row, int64_t c, int n) {
-  Quad value = plan.x.load(row, c, n);
+  Quad value = kWhole ? load_quad(plan.x.at(row, c), 4, true) : plan.x.load(row, c, n);
   if (plan.gate_before) {
-    const Quad gate = plan.gate.load(row, c, n);
+    const Quad gate = kWhole ? load_quad(plan.gate.at(row, c), 4, true) : plan.gate.load(row, c, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) value.v[i] = value.v[i] * silu_ordered(gate.v[i]);
   }
@@ -108,10 +112,11 @@ __device__ Quad norm_input(const NormPlan& plan, int64_t row, int64_t c, int n) 
 
 /// `input` times the inverse root times the weight at columns c .. of the row, of which c_in_weight
 /// .. of the weight.
-template <WeightType Type>
+template <WeightType Type, bool kWhole>
 __device__ void norm_output(const NormPlan& plan, int64_t row, int64_t c, int64_t c_in_weight,
                             const Quad& input, float inverse, int n) {
-  const Quad w = load_quad(plan.weight + c_in_weight, n, plan.vector_weight);
+  const Quad w = kWhole ? load_quad(plan.weight + c_in_weight, 4, true)
+                        : load_quad(plan.weight + c_in_weight, n, plan.vector_weight);
   Quad value;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -120,7 +125,7 @@ __device__ void norm_output(const NormPlan& plan, int64_t row, int64_t c, int64_
     value.v[i] = value.v[i] * (plan.one_plus ? w.v[i] + 1.0F : w.v[i]);
   }
   if (plan.norm_first) {
-    const Quad gate = plan.gate.load(row, c, n);
+    const Quad gate = kWhole ? load_quad(plan.gate.at(row, c), 4, true) : plan.gate.load(row, c, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (plan.round_steps) value.v[i] = rounded<Type>(value.v[i]);
@@ -129,7 +134,7 @@ __device__ void norm_output(const NormPlan& plan, int64_t row, int64_t c, int64_
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) value.v[i] = rounded<Type>(value.v[i]);
-  store(plan.y, row, c, value, n);
+  store_quad(plan.y.at(row, c), value, kWhole ? 4 : n, kWhole || plan.y.vector);
 }
 
 __device__ float inverse_root(float squares, int64_t group, float eps) {
@@ -138,7 +143,7 @@ __device__ float inverse_root(float squares, int64_t group, float eps) {
 
 /// A group of at most 16 kSteps columns for each four neighbouring threads, its values in
 /// registers.
-template <WeightType Type, int kSteps>
+template <WeightType Type, int kSteps, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     norm_small(NormPlan plan, uint32_t groups, uint32_t row_groups) {
   const uint32_t index = blockIdx.x * (kThreads / 4) + threadIdx.x / 4;
@@ -152,7 +157,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int c = step * 16 + lane;
-    input[step] = norm_input(plan, row, first + c, group - c);
+    if (kWhole && c >= group) {
+      input[step] = {};
+      continue;
+    }
+    input[step] = norm_input<kWhole>(plan, row, first + c, group - c);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       squares.v[i] = __fmaf_rn(input[step].v[i], input[step].v[i], squares.v[i]);
@@ -164,14 +173,15 @@ __global__ void __launch_bounds__(kThreads)
   for (int step = 0; step < kSteps; ++step) {
     const int c = step * 16 + lane;
     if (c < group) {
-      norm_output<Type>(plan, row, first + c, weight_first + c, input[step], inverse, group - c);
+      norm_output<Type, kWhole>(plan, row, first + c, weight_first + c, input[step], inverse,
+                                group - c);
     }
   }
 }
 
 /// A group a block, its values in shared memory (`staged`) or read again.
-template <WeightType Type>
-__global__ void __launch_bounds__(kThreads)
+template <WeightType Type, bool kWhole>
+__global__ void __launch_bounds__(kNormThreads)
     norm_large(NormPlan plan, uint32_t row_groups, bool staged) {
   extern __shared__ float4 memory[];
   float* values = reinterpret_cast<float*>(memory);
@@ -181,8 +191,9 @@ __global__ void __launch_bounds__(kThreads)
   const int group = static_cast<int>(plan.group);
   const int quads = (group + 15) / 16 * 4;
   if (staged) {
-    for (int q = static_cast<int>(threadIdx.x); q < quads; q += kThreads) {
-      store_quad(values + 4 * q, norm_input(plan, row, first + 4 * q, group - 4 * q), 4, true);
+    for (int q = static_cast<int>(threadIdx.x); q < quads; q += static_cast<int>(blockDim.x)) {
+      store_quad(values + 4 * q, norm_input<kWhole>(plan, row, first + 4 * q, group - 4 * q), 4,
+                 true);
     }
     __syncthreads();
   }
@@ -194,7 +205,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int c = lane; c < 4 * quads; c += 16) squares = __fmaf_rn(values[c], values[c], squares);
     } else {
       for (int c = lane; c < group; c += 16) {
-        const float x = norm_input(plan, row, first + c, 1).v[0];
+        const float x = norm_input<false>(plan, row, first + c, 1).v[0];
         squares = __fmaf_rn(x, x, squares);
       }
     }
@@ -204,12 +215,12 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const float inverse = inverse_of_block;
   const int64_t weight_first = first % plan.weight_size;
-  for (int q = static_cast<int>(threadIdx.x); q < quads; q += kThreads) {
+  for (int q = static_cast<int>(threadIdx.x); q < quads; q += static_cast<int>(blockDim.x)) {
     const int left = group - 4 * q;
     if (left <= 0) continue;
-    const Quad input =
-        staged ? load_quad(values + 4 * q, 4, true) : norm_input(plan, row, first + 4 * q, left);
-    norm_output<Type>(plan, row, first + 4 * q, weight_first + 4 * q, input, inverse, left);
+    const Quad input = staged ? load_quad(values + 4 * q, 4, true)
+                              : norm_input<kWhole>(plan, row, first + 4 * q, left);
+    norm_output<Type, kWhole>(plan, row, first + 4 * q, weight_first + 4 * q, input, inverse, left);
   }
 }
 
@@ -569,22 +580,36 @@ void rms_norm_cuda(const RmsNorm& norm, const float* x, int64_t x_stride, const 
   if (group % 4 != 0) {  // groups after the first start anywhere
     plan.x.vector = plan.gate.vector = plan.y.vector = plan.vector_weight = false;
   }
+  const bool whole = plan.x.vector && plan.y.vector && plan.vector_weight && group % 16 == 0 &&
+                     (gate == nullptr || plan.gate.vector);
+  const auto with_whole = [&](auto body) {
+    if (whole) {
+      body(std::true_type());
+    } else {
+      body(std::false_type());
+    }
+  };
   with_type(norm.activation, [&](auto type) {
-    if (group <= 256) {
-      const auto blocks = static_cast<unsigned>(ceil_div(groups, kThreads / 4));
-      const auto kernel = group <= 128 ? norm_small<type(), 8> : norm_small<type(), 16>;
-      kernel<<<blocks, kThreads, 0, stream>>>(plan, static_cast<uint32_t>(groups),
-                                              static_cast<uint32_t>(row_groups));
-      return;
-    }
-    const size_t bytes = static_cast<size_t>(ceil_div(group, 16)) * 64;
-    const bool staged = bytes <= size_t{96} << 10;
-    if (staged && bytes > size_t{40} << 10) {
-      CUDA_CHECK(cudaFuncSetAttribute(norm_large<type()>,
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, 96 << 10));
-    }
-    norm_large<type()><<<static_cast<unsigned>(groups), kThreads, staged ? bytes : 0, stream>>>(
-        plan, static_cast<uint32_t>(row_groups), staged);
+    with_whole([&](auto whole_quads) {
+      if (group <= 256) {
+        const auto blocks = static_cast<unsigned>(ceil_div(groups, kThreads / 4));
+        const auto kernel = group <= 128 ? norm_small<type(), 8, whole_quads()>
+                                         : norm_small<type(), 16, whole_quads()>;
+        kernel<<<blocks, kThreads, 0, stream>>>(plan, static_cast<uint32_t>(groups),
+                                                static_cast<uint32_t>(row_groups));
+        return;
+      }
+      const size_t bytes = static_cast<size_t>(ceil_div(group, 16)) * 64;
+      const bool staged = bytes <= kNormBytes;
+      const auto kernel = norm_large<type(), whole_quads()>;
+      CUDA_CHECK(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormBytes));
+      // As many threads as divide the quads evenly, in whole warps.
+      const int64_t quads = ceil_div(group, 4);
+      const int64_t threads = ceil_div(ceil_div(quads, ceil_div(quads, kNormThreads)), 32) * 32;
+      kernel<<<static_cast<unsigned>(groups), static_cast<unsigned>(threads), staged ? bytes : 0,
+               stream>>>(plan, static_cast<uint32_t>(row_groups), staged);
+    });
   });
   CUDA_CHECK(cudaGetLastError());
 }

@@ -180,6 +180,15 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kOpen) : "memory");
 }
 
+/// A thread's column (0 to 7) and row (0 to 3) in a warp's tile of products. Shared memory serves
+/// sixteen threads at once with 16 bytes each when neighbours in the lowest or the second lowest
+/// bit ask for the same ones: threads that share a row differ in bit 0, those that share a column
+/// in bit 1.
+__device__ __forceinline__ int lane_column(int thread) { return (thread & 1) | (thread >> 1 & 6); }
+__device__ __forceinline__ int lane_row(int thread) {
+  return (thread >> 1 & 1) | (thread >> 3 & 2);
+}
+
 // ---------------------------------------------------------------- sums over lanes
 
 /// `sum` of kernels/vector16.h where thread t of four neighbours holds lanes 4 t .. 4 t + 3: lanes
