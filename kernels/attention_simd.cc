@@ -22,6 +22,10 @@ const float* page_as_float(const std::byte* page, KvType type, int64_t n, float*
   return buffer;
 }
 
+void prefetch(const std::byte* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 /// scores[r, j] = q[r] . k[j] for j < 64; the second panel is left out when nobody sees it.
 void score_tile(const float* q, int64_t query_block, int64_t rows, const float* keys,
                 int64_t head_dim, int64_t visible, float* scores) {
@@ -101,7 +105,26 @@ void attention_block(const AttentionBlock& block, float* scratch) {
   // The token of query i at absolute position p sees p + 1 - 64 page keys of a page.
   const int64_t start = row.position + block.first;
   const int64_t pages = (start + block.tokens - 1) / kKvPage + 1;
+  // Few queries wait for memory more than for sums: the values are asked for before the scores, and
+  // the next page's keys before the values are used.
+  const bool few = queries <= kTileRows;
+  const int64_t key_bytes = cache.type() == KvType::fp32 ? 4 : 2;
+  const int64_t last = start + block.tokens;  // keys that the last query sees
+  const auto prefetch_keys = [&](int64_t page) {
+    if (last <= page * kKvPage) return;
+    const int64_t panels = last - page * kKvPage > kPanelColumns ? 2 : 1;
+    prefetch(cache.key_page(page, block.kv_head), panels * kPanelColumns * head_dim * key_bytes);
+  };
+  const auto prefetch_values = [&](int64_t page) {
+    const int64_t seen = last - page * kKvPage < kKvPage ? last - page * kKvPage : kKvPage;
+    for (int64_t panel = 0; panel < padded_dim / kPanelColumns; ++panel) {
+      prefetch(cache.value_page(page, block.kv_head) + panel * kKvPage * kPanelColumns * key_bytes,
+               seen * kPanelColumns * key_bytes);
+    }
+  };
+  if (few) prefetch_keys(0);
   for (int64_t page = 0; page < pages; ++page) {
+    if (few) prefetch_values(page);
     const float* keys = page_as_float(cache.key_page(page, block.kv_head), cache.type(),
                                       head_dim * kKvPage, key_buffer);
     const float* values = page_as_float(cache.value_page(page, block.kv_head), cache.type(),
@@ -117,6 +140,7 @@ void attention_block(const AttentionBlock& block, float* scratch) {
       const int64_t least = visible_to(begin);
       const int64_t most = visible_to(begin + rows - 1);
       score_tile(q + begin * kQueryStride, query_block, rows, keys, head_dim, most, scores);
+      if (few && page + 1 < pages) prefetch_keys(page + 1);
       F16 added[kTileRows];
       for (int64_t r = 0; r < rows; ++r) {
         factors[r] = softmax_step(scores + r * kScoreStride, block.scale, visible_to(begin + r),

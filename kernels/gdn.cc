@@ -373,7 +373,7 @@ class FastWalk {
     for (int i = 0; i < active_; ++i) {
       heads_[i].state.flush(key, span_amax, heads_[i].finite);
       // The transposed copy stays S itself, which is decode(R) only for a plain FP32 checkpoint.
-      heads_[i].have_recurrence = is_plain_fp32(*plan_->recurrence.format);
+      if (!is_plain_fp32(*plan_->recurrence.format)) heads_[i].have_recurrence = false;
       heads_[i].have_read = false;
     }
   }
@@ -468,6 +468,12 @@ class FastWalk {
      by_channel, weight_stride_, nullptr, 0, dots + first * weight_stride_, weight_stride_);
   }
 
+  /// One token needs its state once: the checkpoint is read as it lies, unless a transposed copy of
+  /// it is there already.
+  bool reads_in_place(int reads, bool have_copy) const {
+    return reads <= 1 && !have_copy && !layer_->channel_decay;
+  }
+
   /// Decays and weights of one head. In a flush with rounded operands they are computed again from
   /// those.
   void decays(const ReplaySpan& span, int head, int first, int first_query, DotType dot) {
@@ -538,10 +544,13 @@ class FastWalk {
     float* beta = s.beta.need(n);
     float* v = s.v.need(values);
     float* u = s.u.need(values);
+    const int solved = std::min(new_first, fold_first(span));  // first record with a new correction
     for (int t = 0; t < n; ++t) {
       const int64_t token = span.first + t;
-      beta[t] = used_beta(plan_->beta, in.beta[token * in.beta_stride + head.index]);
-      load_values(in.v + token * in.v_stride + head_at, v + t * value_stride_);
+      if (t >= solved) {
+        beta[t] = used_beta(plan_->beta, in.beta[token * in.beta_stride + head.index]);
+        load_values(in.v + token * in.v_stride + head_at, v + t * value_stride_);
+      }
       if (t < new_first) load_values(in.u + token * in.u_stride + head_at, u + t * value_stride_);
     }
     decays(span, head.index, first_row(span), new_first, DotType::fp32);
@@ -557,11 +566,20 @@ class FastWalk {
     solve.read_q = s.read_q.need(values);
     solve.o = s.o.need(values);
     if (read_end > new_first) {
-      const float* state = span.from_unencoded ? head.recurrence.get() : read_state(head);
-      carried_read(channel ? s.carried_k.get() : s.keys.get(), state, new_first, read_end,
-                   s.read_k.get());
-      carried_read(channel ? s.carried_q.get() : s.queries.get(), state, new_first, read_end,
-                   s.read_q.get());
+      if (!span.from_unencoded &&
+          reads_in_place(read_end - new_first, shared() ? head.have_recurrence : head.have_read)) {
+        const float* const x[2] = {s.keys.get() + new_first * key_stride_,
+                                   s.queries.get() + new_first * key_stride_};
+        float* const out[2] = {s.read_k.get() + new_first * value_stride_,
+                               s.read_q.get() + new_first * value_stride_};
+        REPLAYEVAL_SIMD_CALL(gdn_read)(value_dim_, key_dim_, head.state.read(), 2, x, out);
+      } else {
+        const float* state = span.from_unencoded ? head.recurrence.get() : read_state(head);
+        carried_read(channel ? s.carried_k.get() : s.keys.get(), state, new_first, read_end,
+                     s.read_k.get());
+        carried_read(channel ? s.carried_q.get() : s.queries.get(), state, new_first, read_end,
+                     s.read_q.get());
+      }
       solve.first = new_first;
       solve.last = read_end;
       solve.query_weights = s.query_weights.get();
@@ -582,7 +600,10 @@ class FastWalk {
     const int n = span.records, first = fold_first(span);
     const bool channel = layer_->channel_decay, rounded = plan_->dot != DotType::fp32;
     const int64_t values = int64_t{n} * value_stride_;
-    float* state = recurrence_state(head);
+    // (What reads the folded state before it is encoded reads the transposed copy.)
+    const bool in_place =
+        !rounded && span.queries() > 0 && reads_in_place(n - first, head.have_recurrence);
+    float* state = in_place ? head.state.state() : recurrence_state(head);
     if (rounded) decays(span, head.index, first_row(span), n, plan_->dot);
 
     float* u = s.fold_u.need(values);
@@ -595,7 +616,13 @@ class FastWalk {
         operand = s.rounded_state.get();
       }
       const float* keys = channel ? s.carried_k.get() : (rounded ? s.rounded_keys : s.keys).get();
-      carried_read(keys, operand, first, n, s.read_k.get());
+      if (in_place) {
+        const float* const x = keys + first * key_stride_;
+        float* const out = s.read_k.get() + first * value_stride_;
+        REPLAYEVAL_SIMD_CALL(gdn_read)(value_dim_, key_dim_, operand, 1, &x, &out);
+      } else {
+        carried_read(keys, operand, first, n, s.read_k.get());
+      }
       solve.first = first;
       solve.last = n;
       solve.query_weights = nullptr;
@@ -627,15 +654,26 @@ class FastWalk {
       corrections = decayed;
     }
     const float* carried = channel ? s.carried.get() : s.carried.get() + (n - 1);
-    REPLAYEVAL_SIMD_CALL(gdn_multiply)
-    (key_dim_, n, vectors(), keys, weight_stride_, corrections, value_stride_, carried,
-     channel ? 1 : 0, state, value_stride_);
-    head.finite = REPLAYEVAL_SIMD_CALL(gdn_transpose)(key_dim_, value_dim_, state, value_stride_,
-                                                      head.state.state(), key_dim_);
+    if (in_place) {
+      head.finite = REPLAYEVAL_SIMD_CALL(gdn_fold)(value_dim_, key_dim_, n, *carried, corrections,
+                                                   value_stride_, s.keys.get(), key_stride_, state);
+    } else {
+      REPLAYEVAL_SIMD_CALL(gdn_multiply)
+      (key_dim_, n, vectors(), keys, weight_stride_, corrections, value_stride_, carried,
+       channel ? 1 : 0, state, value_stride_);
+      head.finite = REPLAYEVAL_SIMD_CALL(gdn_transpose)(key_dim_, value_dim_, state, value_stride_,
+                                                        head.state.state(), key_dim_);
+    }
 
     if (order_->output_from_fold) {
       const int64_t token = span.end() - 1, head_at = int64_t{head.index} * value_dim_;
-      carried_read(s.queries.get(), state, n - 1, n, s.o.get());
+      if (in_place) {
+        const float* const x = s.queries.get() + (n - 1) * key_stride_;
+        float* const out = s.o.get() + (n - 1) * value_stride_;
+        REPLAYEVAL_SIMD_CALL(gdn_read)(value_dim_, key_dim_, state, 1, &x, &out);
+      } else {
+        carried_read(s.queries.get(), state, n - 1, n, s.o.get());
+      }
       store_values(s.o.get() + (n - 1) * value_stride_,
                    inputs_->o + token * inputs_->o_stride + head_at);
       float* stored = inputs_->u + token * inputs_->u_stride + head_at;

@@ -139,6 +139,125 @@ REPLAYEVAL_INLINE void transpose_block(Lanes (&block)[kLanes]) {
 #endif
 }
 
+/// Rows of a block of S, transposed: column c of rows 0 .. 15 in block[c].
+REPLAYEVAL_INLINE void load_transposed(const float* rows, int64_t stride, Lanes (&block)[kLanes]) {
+#if defined(__AVX512F__)
+  for (int c = 0; c < kLanes; c += 4) {
+    // quarter[j], 128-bit lane l: columns c .. c + 3 of row 4 l + j.
+    __m512 quarter[4];
+    for (int j = 0; j < 4; ++j) {
+      const float* p = rows + j * stride + c;
+      quarter[j] = _mm512_castps128_ps512(_mm_loadu_ps(p));
+      quarter[j] = _mm512_insertf32x4(quarter[j], _mm_loadu_ps(p + 4 * stride), 1);
+      quarter[j] = _mm512_insertf32x4(quarter[j], _mm_loadu_ps(p + 8 * stride), 2);
+      quarter[j] = _mm512_insertf32x4(quarter[j], _mm_loadu_ps(p + 12 * stride), 3);
+    }
+    const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(quarter[0], quarter[1]));
+    const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(quarter[0], quarter[1]));
+    const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(quarter[2], quarter[3]));
+    const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(quarter[2], quarter[3]));
+    block[c].v = _mm512_castpd_ps(_mm512_unpacklo_pd(low01, low23));
+    block[c + 1].v = _mm512_castpd_ps(_mm512_unpackhi_pd(low01, low23));
+    block[c + 2].v = _mm512_castpd_ps(_mm512_unpacklo_pd(high01, high23));
+    block[c + 3].v = _mm512_castpd_ps(_mm512_unpackhi_pd(high01, high23));
+  }
+#else
+  for (int i = 0; i < kLanes; ++i) block[i] = load(rows + i * stride);
+  transpose_block(block);
+#endif
+}
+
+template <int kCount>
+REPLAYEVAL_INLINE void read_rows(int rows, int columns, const float* state, const float* const* x,
+                                 float* const* out) {
+  for (int r = 0; r < rows; r += kLanes) {
+    Lanes sum[kCount];
+    for (Lanes& s : sum) s = splat(0.0f);
+    for (int c = 0; c < columns; c += kLanes) {
+      const float* from = state + int64_t{r} * columns + c;
+      const int width = columns - c < kLanes ? columns - c : kLanes;
+      Lanes block[kLanes];
+      if (r + kLanes <= rows && width == kLanes) {
+        // The next rows, where the machine does not look for them by itself.
+        for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + (kLanes + i) * columns);
+        load_transposed(from, columns, block);
+        for (int i = 0; i < kLanes; ++i) {
+          for (int k = 0; k < kCount; ++k) sum[k] = fma(splat(x[k][c + i]), block[i], sum[k]);
+        }
+        continue;
+      }
+      for (int i = 0; i < kLanes; ++i) {
+        block[i] = r + i < rows ? load_part(from + i * columns, width) : splat(0.0f);
+      }
+      transpose_block(block);
+      for (int i = 0; i < width; ++i) {
+        for (int k = 0; k < kCount; ++k) sum[k] = fma(splat(x[k][c + i]), block[i], sum[k]);
+      }
+    }
+    for (int k = 0; k < kCount; ++k) store(out[k] + r, sum[k]);
+  }
+}
+
+/// kVectors vectors of kRows rows of gdn_fold, the last one `count` wide. `finite` as in
+/// gdn_transpose.
+template <int kRows, int kVectors>
+REPLAYEVAL_INLINE void fold_tile(int records, float carried, const float* u, int64_t u_stride,
+                                 const float* k, int64_t k_stride, float* state, int columns,
+                                 int count, Lanes& finite) {
+  const auto take = [count](const float* from) {
+    return kVectors == 1 ? load_part(from, count) : load(from);
+  };
+  Lanes sum[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i) {
+    for (int c = 0; c < kVectors; ++c) {
+      sum[i][c] = splat(carried) * take(state + i * columns + c * kLanes);
+    }
+  }
+  for (int j = 0; j < records; ++j) {
+    Lanes key[kVectors];
+    for (int c = 0; c < kVectors; ++c) key[c] = take(k + j * k_stride + c * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      const Lanes factor = splat(u[j * u_stride + i]);
+      for (int c = 0; c < kVectors; ++c) sum[i][c] = fma(factor, key[c], sum[i][c]);
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int c = 0; c < kVectors; ++c) {
+      float* to = state + i * columns + c * kLanes;
+      if (kVectors == 1) {
+        store_part(to, sum[i][c], count);
+        sum[i][c] = keep_first(sum[i][c], count);
+      } else {
+        store(to, sum[i][c]);
+      }
+      finite = fma(sum[i][c], splat(0.0f), finite);
+    }
+  }
+}
+
+template <int kRows>
+REPLAYEVAL_INLINE void fold_rows(int records, float carried, const float* u, int64_t u_stride,
+                                 const float* k, int64_t k_stride, float* state, int columns,
+                                 Lanes& finite) {
+  int c = 0;
+  for (; c + kTileVectors * kLanes <= columns; c += kTileVectors * kLanes) {
+    fold_tile<kRows, kTileVectors>(records, carried, u, u_stride, k + c, k_stride, state + c,
+                                   columns, kLanes, finite);
+  }
+  for (; c < columns; c += kLanes) {
+    fold_tile<kRows, 1>(records, carried, u, u_stride, k + c, k_stride, state + c, columns,
+                        columns - c < kLanes ? columns - c : kLanes, finite);
+  }
+}
+
+REPLAYEVAL_INLINE bool all_zero(const Lanes& x) {
+  float lane[kLanes];
+  store(lane, x);
+  bool all = true;
+  for (float value : lane) all = all && value == 0.0f;
+  return all;
+}
+
 REPLAYEVAL_INLINE float as_float(uint32_t bits) {
   float x;
   __builtin_memcpy(&x, &bits, sizeof x);
@@ -225,11 +344,31 @@ bool gdn_transpose(int rows, int columns, const float* in, int64_t in_stride, fl
       }
     }
   }
-  float lane[kLanes];
-  store(lane, finite);
-  bool all = true;
-  for (float x : lane) all = all && x == 0.0f;
-  return all;
+  return all_zero(finite);
+}
+
+void gdn_read(int rows, int columns, const float* state, int count, const float* const* x,
+              float* const* out) {
+  if (count == 2) {
+    read_rows<2>(rows, columns, state, x, out);
+  } else {
+    read_rows<1>(rows, columns, state, x, out);
+  }
+}
+
+bool gdn_fold(int rows, int columns, int records, float carried, const float* u, int64_t u_stride,
+              const float* k, int64_t k_stride, float* state) {
+  Lanes finite = splat(0.0f);
+  int r = 0;
+  for (; r + kTileRows <= rows; r += kTileRows) {
+    fold_rows<kTileRows>(records, carried, u + r, u_stride, k, k_stride,
+                         state + int64_t{r} * columns, columns, finite);
+  }
+  for (; r < rows; ++r) {
+    fold_rows<1>(records, carried, u + r, u_stride, k, k_stride, state + int64_t{r} * columns,
+                 columns, finite);
+  }
+  return all_zero(finite);
 }
 
 void gdn_round(DotType type, int64_t count, const float* in, float* out) {

@@ -95,6 +95,14 @@ REPLAYEVAL_SIMD_DECLARE(
        says whether every element is finite */
     bool gdn_transpose(int rows, int columns, const float* in, int64_t in_stride, float* out,
                        int64_t out_stride);
+    /* out[i] = S x[i], i < count (1 or 2), S [rows, columns] as it lies: no transposed copy of it;
+       each sum ascends from 0. out[i] is padded to whole vectors. */
+    void gdn_read(int rows, int columns, const float* state, int count, const float* const* x,
+                  float* const* out);
+    /* S = carried S + sum_j u_j k_j^T for S [rows, columns] as it lies, j ascending; says whether
+       every element is finite */
+    bool gdn_fold(int rows, int columns, int records, float carried, const float* u,
+                  int64_t u_stride, const float* k, int64_t k_stride, float* state);
     void gdn_round(DotType type, int64_t count, const float* in, float* out);
     void gdn_scalar_decay(const GdnScalarDecay& window);
     void gdn_channel_decay(const GdnChannelDecay& window);

@@ -239,6 +239,7 @@ class Mamba2Walk {
     }
     if (s.queries > (s.read_new ? 1 : 0)) {
       s.read_state = span.from_unencoded ? state.state() : state.read();
+      s.read_far = is_plain_fp32(*(plan.read ? *plan.read : plan.recurrence).format);
     }
     if (s.flush) {
       s.state = state.state();
@@ -342,7 +343,7 @@ class Mamba2Walk {
 }  // namespace
 
 void check_mamba2_layer(const Mamba2Layer& layer, std::span<const StateRow> rows,
-                 std::span<const Mamba2Inputs> inputs) {
+                        std::span<const Mamba2Inputs> inputs) {
   const auto refuse = [](const std::string& message) {
     throw std::invalid_argument("mamba2: " + message);
   };
@@ -359,7 +360,7 @@ void check_mamba2_layer(const Mamba2Layer& layer, std::span<const StateRow> rows
 }
 
 void check_mamba2_inputs(const Mamba2Layer& layer, size_t row, const Mamba2Inputs& in, bool records,
-                  bool queries) {
+                         bool queries) {
   const auto refuse = [row](const std::string& message) {
     throw std::invalid_argument("mamba2: row " + std::to_string(row) + ": " + message);
   };

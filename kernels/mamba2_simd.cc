@@ -33,8 +33,13 @@ REPLAYEVAL_INLINE float round_mantissa(float x, int bits) {
   return x;
 }
 
-/// Lane-wise partial sums of rows[i] . queries[k] over state_dim; result i + 4 k in acc.
-template <int kQueries>
+/// Asks for what a walk through a checkpoint in memory reads soon: one page ahead, where the
+/// machine does not look by itself.
+REPLAYEVAL_INLINE void prefetch(const float* at) { __builtin_prefetch(at + 1024); }
+
+/// Lane-wise partial sums of rows[i] . queries[k] over state_dim; result i + 4 k in acc. kFar: the
+/// rows come from memory, one behind the other.
+template <int kQueries, bool kFar = false>
 REPLAYEVAL_INLINE void dot_tile(const float* const* rows, const float* const* queries, int n,
                                 Lanes* acc) {
   Lanes sum[4 * kQueries];
@@ -42,6 +47,9 @@ REPLAYEVAL_INLINE void dot_tile(const float* const* rows, const float* const* qu
   const float *r0 = rows[0], *r1 = rows[1], *r2 = rows[2], *r3 = rows[3];
   int k = 0;
   for (; k + kLanes <= n; k += kLanes) {
+    if (kFar) {
+      for (int i = 0; i < 4; ++i) prefetch(rows[i] + k);
+    }
     const Lanes a0 = load(r0 + k), a1 = load(r1 + k), a2 = load(r2 + k), a3 = load(r3 + k);
     for (int q = 0; q < kQueries; ++q) {
       const Lanes b = load(queries[q] + k);
@@ -81,7 +89,8 @@ REPLAYEVAL_INLINE void store_tile(Lanes sums, float* out, int64_t stride, int he
 
 /// out[q * out_stride + m] = rows_m . queries_q. Each dot product: lane l sums n = l, l + 16, ...
 /// in order by fma from 0, then the tree of sum_lanes. Rows and queries past the end repeat the
-/// last one and are not stored.
+/// last one and are not stored. kFar as for dot_tile.
+template <bool kFar = false>
 void dot_rows(const float* rows, int64_t row_stride, int row_count, const float* queries,
               int64_t query_stride, int query_count, int n, float* out, int64_t out_stride) {
   int q = 0;
@@ -118,7 +127,7 @@ void dot_rows(const float* rows, int64_t row_stride, int row_count, const float*
           row[i] = rows + smaller(m + 4 * c + i, row_count - 1) * row_stride;
         }
         Lanes partial[4];
-        dot_tile<1>(row, &query, n, partial);
+        dot_tile<1, kFar>(row, &query, n, partial);
         for (int r = 0; r < 4; ++r) permuted[4 * r + c] = partial[r];
       }
       store_part(out + q * out_stride + m, sum_lanes(permuted), smaller(16, row_count - m));
@@ -128,7 +137,8 @@ void dot_rows(const float* rows, int64_t row_stride, int row_count, const float*
 
 /// state[i][k] = carry state[i][k] + sum_j u[j][i] v[j][k], j in order by fma, for kRows rows by
 /// kVectors vectors, the last vector `count` wide. Adds 0 * result to `finite`, which is NaN
-/// afterwards when a result is not finite.
+/// afterwards when a result is not finite; kCheck: that is wanted, and the state is a checkpoint in
+/// memory.
 template <int kRows, int kVectors, bool kCheck>
 REPLAYEVAL_INLINE void fold_tile(float* state, int64_t stride, Lanes carry, const float* u,
                                  int64_t u_stride, const float* v, int64_t v_stride, int records,
@@ -137,6 +147,7 @@ REPLAYEVAL_INLINE void fold_tile(float* state, int64_t stride, Lanes carry, cons
   for (int i = 0; i < kRows; ++i) {
     for (int k = 0; k < kVectors; ++k) {
       const float* p = state + i * stride + k * kLanes;
+      if (kCheck) prefetch(p);
       acc[i][k] = carry * (kVectors == 1 ? load_part(p, count) : load(p));
     }
   }
@@ -304,8 +315,9 @@ bool mamba2_span(const Mamba2Span& s) {
   }
 
   if (window_queries > 0) {
-    dot_rows(s.read_state, s.state_dim, s.head_dim, s.c, s.c_stride, window_queries, s.state_dim, z,
-             p_stride);
+    const auto read = s.read_far ? dot_rows<true> : dot_rows<false>;
+    read(s.read_state, s.state_dim, s.head_dim, s.c, s.c_stride, window_queries, s.state_dim, z,
+         p_stride);
   }
   for (int q = 0; q < window_queries; ++q) {
     const int t = first_query + q;

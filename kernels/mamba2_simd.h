@@ -35,6 +35,7 @@ struct Mamba2Span {
   const float* gram = nullptr;        // [queries, gram_stride]: B_j . C_t at t * gram_stride + j
   int64_t gram_stride = 0;            // a multiple of 16, at least `records`
   const float* read_state = nullptr;  // [head_dim, state_dim]; unused without window reads
+  bool read_far = false;              // read_state is a checkpoint in memory, not yet in a cache
   float* state = nullptr;             // [head_dim, state_dim]; unused without flush
   float* scratch = nullptr;           // mamba2_scratch_floats
 };

@@ -954,24 +954,42 @@ REPLAYEVAL_INLINE void add_errors(const float* error, int across, int width, flo
   }
 }
 
-/// Counts of a row that holds non-finite numbers or a block whose scale is 0, one by one.
-void count_row(const FormatDescriptor& d, const RowJob& job, const float* scale,
-               EncodeCounts* counts) {
-  for (int c = 0; c < job.columns; ++c) {
-    float x = job.x[c];
-    float y = job.scaling == Scaling::none       ? x
-              : job.scaling == Scaling::multiply ? x * job.factor[c]
-                                                 : x / job.factor[c];
-    bool finite = magnitude(x) <= kFloatMax;
-    counts->non_finite += finite ? 0 : 1;
-    bool vanished = scale != nullptr && scale[c] == 0 && x != 0;
-    counts->vanished += vanished && finite ? 1 : 0;
-    if (!(y > d.clip_high || y < d.clip_low) || !d.saturate || vanished) continue;
-    if (!d.scaled() || !finite) {
-      ++counts->saturated;
+/// Counts of a row that holds non-finite numbers or a block whose scale is 0.
+__attribute__((noinline)) void count_row(const FormatDescriptor& d, const RowJob& job,
+                                         const float* scale, EncodeCounts* counts) {
+  Ints non_finite{}, vanished{}, saturated{}, clipped{};
+  for (int c = 0; c < job.columns; c += kLanes) {
+    Floats x{}, factor = splat(1.0f), s = splat(1.0f);
+    Ints present = Ints{} - 1;
+    if (c + kLanes <= job.columns) {
+      x = load<Floats>(job.x + c);
+      if (job.scaling != Scaling::none) factor = load<Floats>(job.factor + c);
+      if (scale != nullptr) s = load<Floats>(scale + c);
     } else {
-      ++counts->clipped;
+      present = Ints{};
+      for (int i = 0; c + i < job.columns; ++i) {
+        present[i] = -1;
+        x[i] = job.x[c + i];
+        if (job.scaling != Scaling::none) factor[i] = job.factor[c + i];
+        if (scale != nullptr) s[i] = scale[c + i];
+      }
     }
+    const Floats y = scaled(job.scaling, x, factor);
+    const Ints finite = ((Words)x & kMagnitude) < kInfinityBits;
+    const Ints lost = (s == 0.0f) & (x != 0.0f);
+    Ints outside = ((y > d.clip_high) | (y < d.clip_low)) & ~lost;
+    outside = d.saturate ? outside & present : Ints{};
+    const Ints saturates = d.scaled() ? outside & ~finite : outside;
+    non_finite -= ~finite & present;
+    vanished -= lost & finite;
+    saturated -= saturates;
+    clipped -= outside & ~saturates;
+  }
+  for (int i = 0; i < kLanes; ++i) {
+    counts->non_finite += static_cast<uint32_t>(non_finite[i]);
+    counts->vanished += static_cast<uint32_t>(vanished[i]);
+    counts->saturated += static_cast<uint32_t>(saturated[i]);
+    counts->clipped += static_cast<uint32_t>(clipped[i]);
   }
 }
 
