@@ -1,0 +1,244 @@
+// Models on a GPU against the same models on the host: with `dense: invariant` every logit and
+// every packed checkpoint has the host's bits; with `dense: fast` what no other row may change.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "models/backend.h"
+#include "models/model.h"
+#include "models/state_precision.h"
+#include "models/state_store.h"
+#include "quant/cuda_support.h"
+#include "quant/format_file.h"
+
+namespace replayeval {
+namespace {
+
+bool gpu() {
+  std::string reason;
+  if (cuda_available(&reason)) return true;
+  std::fprintf(stderr, "SKIPPED: %s\n", reason.c_str());
+  return false;
+}
+
+std::unique_ptr<Model> open(const std::string& name, Device device,
+                            DenseMode dense = DenseMode::invariant,
+                            ComputeType compute = ComputeType::fp32) {
+  ModelOptions options;
+  options.compute = compute;
+  options.dense = dense;
+  options.device = device;
+  return std::make_unique<Model>(
+      Checkpoint::open(std::string(REPLAYEVAL_SOURCE_DIR) + "/models/" + name,
+                       compute == ComputeType::bf16 ? WeightType::bf16 : WeightType::fp32),
+      options);
+}
+
+NamedFormats formats() {
+  return {{"scaled",
+           parse_format("library: libtest_codec_good.so", "scaled.yaml", REPLAYEVAL_TEST_CODECS)},
+          {"five", parse_format("element: {exponent: 2, mantissa: 2, bias: 1}\n"
+                                "scale: {format: e4m3, block: 16}\n",
+                                "five.yaml", ".")}};
+}
+
+StatePrecision precision(const std::string& text) {
+  StateOptions defaults;
+  defaults.seed = 1;
+  return parse_state_precision(text, defaults, formats());
+}
+
+std::vector<int32_t> some_tokens(int count) {
+  std::vector<int32_t> tokens{1};
+  uint32_t x = 7;
+  while (static_cast<int>(tokens.size()) < count) {
+    x = x * 1664525u + 1013904223u;
+    tokens.push_back(static_cast<int32_t>(4 + (x >> 8) % 4000));
+  }
+  return tokens;
+}
+
+StateSet make_states(const Model& model, const std::vector<std::string>& names,
+                     int64_t prompt = 0) {
+  std::vector<RowSpec> rows;
+  for (const std::string& name : names) rows.push_back({precision(name), 12345u, prompt, 0});
+  return StateSet(model, rows, precision("fp32"), KernelForm::fast);
+}
+
+/// Logits [rows][tokens, vocabulary] of the same tokens in every row, in calls of these sizes in
+/// turn, from token `first` on.
+std::vector<std::vector<float>> run(const Model& model, StateSet& states,
+                                    const std::vector<int32_t>& tokens,
+                                    const std::vector<int>& calls, size_t first = 0) {
+  const size_t rows = static_cast<size_t>(states.rows());
+  const int64_t vocabulary = model.spec().vocabulary;
+  std::vector<std::vector<float>> logits(rows);
+  for (size_t call = 0; first < tokens.size(); ++call) {
+    const int count =
+        std::min<int>(calls[call % calls.size()], static_cast<int>(tokens.size() - first));
+    std::vector<int32_t> batch;
+    const auto begin = tokens.begin() + static_cast<std::ptrdiff_t>(first);
+    for (size_t r = 0; r < rows; ++r) batch.insert(batch.end(), begin, begin + count);
+    const Hidden hidden = model.forward({batch, std::vector<int>(rows, count)}, states);
+    for (size_t r = 0; r < rows; ++r) {
+      const size_t at = logits[r].size();
+      logits[r].resize(at + static_cast<size_t>(count * vocabulary));
+      model.lm_head(hidden, static_cast<int64_t>(r) * count, count, logits[r].data() + at);
+    }
+    first += static_cast<size_t>(count);
+  }
+  return logits;
+}
+
+void check_equal_bits(const std::vector<float>& got, const std::vector<float>& expected,
+                      const std::string& what) {
+  REQUIRE_MESSAGE(got.size() == expected.size(), what);
+  size_t differing = 0, worst = 0;
+  float most = -1;
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (std::bit_cast<uint32_t>(got[i]) == std::bit_cast<uint32_t>(expected[i])) continue;
+    ++differing;
+    const float distance = std::fabs(got[i] - expected[i]);
+    if (!(distance <= most)) worst = i, most = distance;
+  }
+  CHECK_MESSAGE(differing == 0, what << ": " << differing << " of " << got.size()
+                                     << " differ, element " << worst << ": got " << got[worst]
+                                     << ", expected " << expected[worst]);
+}
+
+const std::vector<std::string> kStates = {
+    "fp32",          "fp16+sr",        "fp8+sr",  "nvfp4+sr",  "nvfp4+sr@L=1", "fp32/nvfp4",
+    "fp16+sr/nvfp4", "nvfp4@layers=2", "five+sr", "scaled+sr", "fp32/scaled",  "scaled@heads=1-2"};
+
+}  // namespace
+
+TEST_SUITE("gpu") {
+  TEST_CASE("a model on the GPU has the host's bits with dense: invariant") {
+    for (const std::string& name : kStates) CHECK_NOTHROW(precision(name));
+    if (!gpu()) return;
+    for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+      for (ComputeType compute : {ComputeType::fp32, ComputeType::bf16}) {
+        const auto host = open(name, Device::cpu, DenseMode::invariant, compute);
+        const auto device = open(name, Device::cuda, DenseMode::invariant, compute);
+        for (int64_t prompt : {int64_t{0}, int64_t{21}}) {
+          const std::string what = std::string(name) +
+                                   (compute == ComputeType::bf16 ? ", bf16" : "") + ", prompt " +
+                                   std::to_string(prompt);
+          StateSet a = make_states(*host, kStates, prompt);
+          StateSet b = make_states(*device, kStates, prompt);
+          const std::vector<int32_t> tokens = some_tokens(150);
+          const auto expected = run(*host, a, tokens, {37, 1, 70});
+          const auto got = run(*device, b, tokens, {37, 1, 70});
+          for (size_t r = 0; r < kStates.size(); ++r) {
+            check_equal_bits(got[r], expected[r], what + ", " + kStates[r]);
+            for (size_t l = 0; l < a.stores().size(); ++l) {
+              const int row = static_cast<int>(r);
+              const StateStore& x = *a.stores()[l];
+              const StateStore& y = *b.stores()[l];
+              const size_t size = static_cast<size_t>(x.shape().state.elements());
+              std::vector<float> want(size), have(size);
+              for (int h = 0; h < x.shape().heads; ++h) {
+                CHECK(x.pending(row, h) == y.pending(row, h));
+                for (StateRole role : {StateRole::recurrence, StateRole::read}) {
+                  x.decode(row, h, role, want.data());
+                  y.decode(row, h, role, have.data());
+                  check_equal_bits(have, want, what + ", state of " + kStates[r]);
+                }
+              }
+              CHECK(x.health(row).encode.elements == y.health(row).encode.elements);
+              CHECK(x.health(row).encode.vanished == y.health(row).encode.vanished);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  TEST_CASE("fast products on the GPU: a row's logits depend on no other row") {
+    if (!gpu()) return;
+    for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+      for (ComputeType compute : {ComputeType::fp32, ComputeType::bf16}) {
+        const auto model = open(name, Device::cuda, DenseMode::fast, compute);
+        StateSet alone = make_states(*model, {"fp32"});
+        StateSet all = make_states(*model, kStates);
+        const std::vector<int32_t> tokens = some_tokens(400);
+        const auto expected = run(*model, alone, tokens, {128, 3, 1});
+        const auto got = run(*model, all, tokens, {128, 3, 1});
+        check_equal_bits(got[0], expected[0], name);
+        // The library's products and attention against the host's order, in FP32.
+        if (compute == ComputeType::bf16) continue;
+        const auto host = open(name, Device::cpu);
+        StateSet slow = make_states(*host, {"fp32"});
+        const auto exact = run(*host, slow, tokens, {128});
+        // Two orders of a sum of 1,024 terms differ by about sqrt(1024) roundings, 2e-6 of the
+        // terms' norm; about 30 products follow one another: 6e-5 of the largest logit, of which
+        // three times are allowed.
+        float worst = 0, most = 0;
+        for (size_t i = 0; i < exact[0].size(); ++i) {
+          worst = std::max(worst, std::fabs(exact[0][i] - got[0][i]));
+          most = std::max(most, std::fabs(exact[0][i]));
+        }
+        CHECK(worst < 2e-4f * most);
+        CHECK(worst > 0);
+      }
+    }
+  }
+
+  TEST_CASE("states saved on the GPU continue there and on the host with the same bits") {
+    if (!gpu()) return;
+    const auto host = open("mini-gdn", Device::cpu);
+    const auto device = open("mini-gdn", Device::cuda);
+    const std::vector<std::string> names = {"fp32", "nvfp4+sr", "fp16+sr/nvfp4", "scaled+sr"};
+    StateSet states = make_states(*device, names);
+    const std::vector<int32_t> tokens = some_tokens(120);
+    const std::vector<int32_t> begin(tokens.begin(), tokens.begin() + 75);
+    run(*device, states, begin, {75});
+    const std::vector<std::byte> saved = states.save();
+    StateSet again = make_states(*device, names);
+    again.restore(saved);
+    for (int r = 0; r < states.rows(); ++r) {
+      again.append_cache(r, states.save_cache(r, 0, 40));
+      again.append_cache(r, states.save_cache(r, 40, 75));
+    }
+    const auto expected = run(*device, states, tokens, {30, 1}, 75);
+    const auto got = run(*device, again, tokens, {30, 1}, 75);
+    for (size_t r = 0; r < names.size(); ++r) check_equal_bits(got[r], expected[r], names[r]);
+    CHECK(states.save() == again.save());
+  }
+
+  TEST_CASE("a speculation on the GPU leaves the host's bits") {
+    if (!gpu()) return;
+    for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+      const auto host = open(name, Device::cpu);
+      const auto device = open(name, Device::cuda);
+      const std::vector<std::string> names = {"fp32", "nvfp4+sr", "fp16+sr/nvfp4", "scaled+sr"};
+      StateSet a = make_states(*host, names);
+      StateSet b = make_states(*device, names);
+      const std::vector<int32_t> tokens = some_tokens(200);
+      size_t position = 0;
+      for (int step = 0; step < 20; ++step) {
+        std::vector<int32_t> batch;
+        for (size_t r = 0; r < names.size(); ++r) {
+          batch.insert(batch.end(), tokens.begin() + static_cast<std::ptrdiff_t>(position),
+                       tokens.begin() + static_cast<std::ptrdiff_t>(position) + 4);
+        }
+        const std::vector<int> lengths(names.size(), 4);
+        const auto x = host->forward({batch, lengths}, a, AdvanceMode::verify).values();
+        const auto y = device->forward({batch, lengths}, b, AdvanceMode::verify).values();
+        check_equal_bits(y, x, std::string(name) + ", step " + std::to_string(step));
+        const std::vector<int> accepted(names.size(), 1 + step % 4);
+        a.commit(accepted);
+        b.commit(accepted);
+        position += static_cast<size_t>(1 + step % 4);
+      }
+    }
+  }
+}
+
+}  // namespace replayeval
