@@ -99,53 +99,57 @@ size_t gdn_rows_shared(int buffers, int matrices) {
 }
 
 template <class Kernel>
-void launch_rows(Kernel* kernel, const GdnRowLaunch& launch, int rows, int blocks, size_t shared,
-                 cudaStream_t stream) {
+void launch_rows(Kernel* kernel, const GdnRowLaunch& launch, int rows, int block_rows,
+                 size_t shared, cudaStream_t stream) {
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(shared)));
+  const unsigned blocks =
+      static_cast<unsigned>((launch.layer.value_dim + block_rows - 1) / block_rows);
   cudaLaunchConfig_t config{};
   config.gridDim =
-      dim3(static_cast<unsigned>(launch.layer.value_heads * blocks), static_cast<unsigned>(rows));
-  config.blockDim = dim3(kGdnRowThreads);
+      dim3(static_cast<unsigned>(launch.layer.value_heads) * blocks, static_cast<unsigned>(rows));
+  config.blockDim = dim3(static_cast<unsigned>(kRowThreads * block_rows));
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(blocks);
+  cluster.val.clusterDim.x = blocks;
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   config.attrs = &cluster;
   config.numAttrs = blocks > 1 ? 1 : 0;
   CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, launch));
 }
 
+/// Whether the current device has thread block clusters.
+bool has_clusters() {
+  int device = 0, major = 0;
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major >= 9;
+}
+
 /// Launches of the rows whose state stays in registers.
 void run_rows(const GdnRowLaunch& launch, int eager, int windows, cudaStream_t stream) {
-  const int blocks = launch.layer.value_dim > kGdnRows ? 2 : 1;
   SideStream* side = eager > 0 && windows > 0 ? &SideStream::current() : nullptr;
   if (side) side->fork(stream);
   if (eager > 0) {
-    launch_rows(blocks > 1 ? gdn_eager<true> : gdn_eager<false>, launch, eager, blocks,
+    launch_rows(gdn_eager, launch, eager, has_clusters() ? kGdnEagerRows : kGdnRows,
                 gdn_rows_shared(2, 0), stream);
   }
   if (windows > 0) {
     GdnRowLaunch own = launch;
     own.rows = launch.rows + eager;
-    launch_rows(blocks > 1 ? gdn_windows<true> : gdn_windows<false>, own, windows, blocks,
-                gdn_rows_shared(1, 2), side ? side->stream() : stream);
+    launch_rows(gdn_windows, own, windows, kGdnRows, gdn_rows_shared(1, 2),
+                side ? side->stream() : stream);
   }
   if (side) side->join(stream);
 }
 
 /// Whether the current device runs gdn_rows.cuh's kernels for the layer.
 bool takes_rows(const GdnLayer& layer) {
-  if (layer.channel_decay || layer.value_dim > 2 * kGdnRows ||
-      block_shared_limit() < gdn_rows_shared(1, 2))
-    return false;
-  if (layer.value_dim <= kGdnRows) return true;
-  int device = 0, major = 0;
-  CUDA_CHECK(cudaGetDevice(&device));
-  CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major >= 9;
+  return !layer.channel_decay && layer.value_dim <= 2 * kGdnRows &&
+         block_shared_limit() >= gdn_rows_shared(1, 2) &&
+         (layer.value_dim <= kGdnRows || has_clusters());
 }
 
 void run(const GdnLayer& layer, std::span<const StateRow> rows, std::span<const GdnInputs> inputs,

@@ -1,6 +1,6 @@
 // GDN with a head's state in registers: columns 32 p .. 32 p + 31 of the key dimension are a
 // thread's, so that a sum over them (kernels/gdn.h: one chain, ascending) passes through the four
-// threads of a row in turn. A head of more than 64 rows is a cluster of two blocks.
+// threads of a row in turn. A head may be a cluster of blocks, each with some of its rows.
 #pragma once
 
 #include "kernels/gdn.h"
@@ -8,7 +8,8 @@
 
 namespace replayeval {
 
-constexpr int kGdnRows = 64;  // of a block
+constexpr int kGdnRows = 64;       // of a block, at most
+constexpr int kGdnEagerRows = 32;  // of a block that is one of a cluster
 constexpr int kGdnRowThreads = kRowThreads * kGdnRows;
 constexpr int kGdnKeyRow = 156;  // 4 numbers of room behind each 32: see copy_rows_async
 
@@ -34,7 +35,7 @@ struct GdnRowLayout {
     buffer = g + kRowRecords;
     sets = 0;
     words = buffers * buffer;
-    carried = words + 2 * HeadMax<false>::kWords;
+    carried = words + 2 * HeadMax::kWords;
     weights = carried + kRowRecords;
     key_weights = weights + kRowRecords;
     const int windows = matrices > 0 ? 1 : 0;
@@ -132,7 +133,6 @@ __device__ __forceinline__ void load_run(const float* from, float4 (&to)[kRowQua
 
 /// L = 1, one shared checkpoint: u = beta (v - 2^g (S k)), S <- 2^g S + u k^T, o = S q, S encoded
 /// and decoded every token.
-template <bool kCluster>
 __global__ void __launch_bounds__(kGdnRowThreads, 2)
     gdn_eager(const __grid_constant__ GdnRowLaunch launch) {
   extern __shared__ __align__(16) float shared_floats[];
@@ -141,27 +141,29 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
   DeviceHead head;
   int pending = 0;
   const int row_index = launch.rows[blockIdx.y];
-  constexpr int kBlocks = kCluster ? 2 : 1;
-  const int rank = kCluster ? static_cast<int>(blockIdx.x) & 1 : 0;
-  if (!bind_head(launch.tables, LayerStep{}, static_cast<int>(blockIdx.x) / kBlocks, row_index,
+  const int blocks = static_cast<int>(gridDim.x) / layer.value_heads;
+  const int rank = static_cast<int>(blockIdx.x) % blocks;
+  if (!bind_head(launch.tables, LayerStep{}, static_cast<int>(blockIdx.x) / blocks, row_index,
                  &head, &pending))
     return;
   const GdnInputs& in = launch.inputs[row_index];
-  const int tid = threadIdx.x, own = tid >> 2, part = tid & 3, row = kGdnRows * rank + own,
-            value_dim = layer.value_dim;
+  const int tid = threadIdx.x, own = tid >> 2, part = tid & 3, value_dim = layer.value_dim;
+  const int first_row = static_cast<int>(blockDim.x >> 2) * rank, row = first_row + own;
   const GdnRowLayout at(2, 0);
-  const int rows = min(kGdnRows, value_dim - kGdnRows * rank);
-  const GdnRecords records(layer, in, head.head, kGdnRows * rank, rows);
+  const int rows = min(static_cast<int>(blockDim.x >> 2), value_dim - first_row);
+  const GdnRecords records(layer, in, head.head, first_row, rows);
   const int tokens = in.tokens;
   const Role role = role_of(launch.tables, head, StateRole::recurrence);
-  HeadMax<kCluster> head_max(shared_floats + at.words, rank, kBlocks);
+  HeadMax head_max(shared_floats + at.words, rank, blocks);
   const bool has_row = row < value_dim, head_span = role.span == Span::head;
   float* carried = shared_floats + at.carried;
   float* u_out = in.u + int64_t{head.head} * value_dim + row;
   float* o_out = in.o + int64_t{head.head} * value_dim + row;
+  const int64_t u_stride = in.u_stride, o_stride = in.o_stride;
   float4 s[kRowQuads];
   if (tokens > 0) decode_rows<RunColumns>(*role.d, value_dim, role.packed, row, part, s);
   records.start(at, shared_floats, 0, min(kRowRecords, tokens), 0, min(kRowRecords, tokens));
+  const uint32_t position = static_cast<uint32_t>(head.row->position);
   ThreadCounts counts;
   int first_odd = tokens;
   for (int base = 0; base < tokens; base += kRowRecords) {
@@ -191,31 +193,30 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
         s[i] = fma1(u, k[i], make_float4(c * s[i].x, c * s[i].y, c * s[i].z, c * s[i].w));
       }
       float quad[kRowQuads];
+      float largest;
       bool odd;
-      measure_quads(s, quad, &odd);
+      measure_quads(s, quad, &largest, &odd);
       odd = odd && has_row;
       if (odd) first_odd = min(first_odd, t);
-      if (head_span) {
-        float largest = quad[0];
-#pragma unroll
-        for (int i = 1; i < kRowQuads; ++i) largest = fmaxf(largest, quad[i]);
-        head_max.publish(largest);
-      }
+      if (head_span) head_max.publish(largest);
       load_run(set + at.queries + j * kGdnKeyRow + 36 * part, k);
       const float o = row_chain(k, s);
       if (part == 0 && has_row) {
-        u_out[t * in.u_stride] = u;
-        o_out[t * in.o_stride] = o;
+        *u_out = u;
+        *o_out = o;
       }
+      u_out += u_stride;
+      o_out += o_stride;
       const float head_amax = head_span ? head_max.collect() : 0.0f;
       const Numbers numbers{s,
                             quad,
+                            largest,
                             head_amax,
                             odd,
                             row,
                             part,
                             value_dim,
-                            static_cast<uint32_t>(head.row->position + t),
+                            position + static_cast<uint32_t>(t),
                             t + 1 == tokens};
       round_rows<RunColumns>(role, numbers, &counts, [&](int i, float4 q4) { s[i] = q4; });
     }
@@ -227,7 +228,6 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
 }
 
 /// Windows of up to 16 tokens; checkpoints in shared memory as in mamba2_windows.
-template <bool kCluster>
 __global__ void __launch_bounds__(kGdnRowThreads, 2)
     gdn_windows(const __grid_constant__ GdnRowLaunch launch) {
   extern __shared__ __align__(16) float shared_floats[];
@@ -236,9 +236,9 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
   DeviceHead head;
   int pending = 0;
   const int row_index = launch.rows[blockIdx.y];
-  constexpr int kBlocks = kCluster ? 2 : 1;
-  const int rank = kCluster ? static_cast<int>(blockIdx.x) & 1 : 0;
-  if (!bind_head(launch.tables, LayerStep{}, static_cast<int>(blockIdx.x) / kBlocks, row_index,
+  const int blocks = static_cast<int>(gridDim.x) / layer.value_heads;
+  const int rank = static_cast<int>(blockIdx.x) % blocks;
+  if (!bind_head(launch.tables, LayerStep{}, static_cast<int>(blockIdx.x) / blocks, row_index,
                  &head, &pending))
     return;
   const GdnInputs& in = launch.inputs[row_index];
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
   const GdnRowLayout at(1, 2);
   const int rows = min(kGdnRows, value_dim - kGdnRows * rank);
   const GdnRecords records(layer, in, head.head, kGdnRows * rank, rows);
-  HeadMax<kCluster> head_max(shared_floats + at.words, rank, kBlocks);
+  HeadMax head_max(shared_floats + at.words, rank, blocks);
   constexpr int kThreads = kGdnRowThreads;
   float* own_state = shared_floats + at.state + 4 * tid;  // quad i at + 4 kThreads i
   float* own_read = shared_floats + (separate ? at.read : at.state) + 4 * tid;
@@ -281,6 +281,7 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
   }
   const bool head_span = roles[0].span == Span::head || roles[1].span == Span::head;
   records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
+  const uint32_t position = static_cast<uint32_t>(head.row->position);
   ThreadCounts counts;
   int first_odd = in.tokens;
   uint64_t encodings = 0;
@@ -464,20 +465,19 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
       records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
     if (!flush) continue;
     float quad[kRowQuads];
+    float largest;
     bool odd;
-    measure_quads(s, quad, &odd);
+    measure_quads(s, quad, &largest, &odd);
     odd = odd && has_row;
     if (odd) first_odd = min(first_odd, token);
     float head_amax = 0.0f;
     if (head_span) {
-      float largest = quad[0];
-#pragma unroll
-      for (int i = 1; i < kRowQuads; ++i) largest = fmaxf(largest, quad[i]);
       head_max.publish(largest);
       head_amax = head_max.collect();
     }
-    const Numbers numbers{s,     quad, head_amax, odd,
-                          row,   part, value_dim, static_cast<uint32_t>(head.row->position + token),
+    const Numbers numbers{s,         quad,      largest,
+                          head_amax, odd,       row,
+                          part,      value_dim, position + static_cast<uint32_t>(token),
                           !again};
 #pragma unroll 1
     for (int k = separate ? 1 : 0; k >= 0; --k) {

@@ -33,7 +33,7 @@ struct Mamba2RowLayout {
     buffer = dt + kRowRecords;
     sets = 0;
     words = buffers * buffer;
-    carry = words + 2 * HeadMax<false>::kWords;
+    carry = words + 2 * HeadMax::kWords;
     fold = carry + kRowRecords;
     decay = fold + kRowRecords;
     weights = decay + kRowRecords;
@@ -93,14 +93,17 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
   const Mamba2Records records(layer, in, head.head);
   const int tokens = in.tokens;
   const Role role = role_of(launch.tables, head, StateRole::recurrence);
-  HeadMax<false> head_max(shared_floats + at.words, 0, 1);
+  HeadMax head_max(shared_floats + at.words, 0, 1);
   const bool has_row = row < head_dim, head_span = role.span == Span::head;
   const float decay_log2 = layer.decay_log2[head.head];
   const float skip = layer.skip ? layer.skip[head.head] : 0.0f;
   float *carry = shared_floats + at.carry, *y = in.y + int64_t{head.head} * head_dim + row;
+  const int64_t y_stride = in.y_stride;
+  const bool has_skip = layer.skip;
   float4 v[kRowQuads];
   if (tokens > 0) decode_rows<LaneColumns>(*role.d, head_dim, role.packed, row, part, v);
   records.start(at, shared_floats, 0, min(kRowRecords, tokens), 0, min(kRowRecords, tokens));
+  const uint32_t position = static_cast<uint32_t>(head.row->position);
   ThreadCounts counts;
   int first_odd = tokens;
   for (int base = 0; base < tokens; base += kRowRecords) {
@@ -128,30 +131,28 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
             fma1(u, load4(b + 16 * i), make_float4(c * v[i].x, c * v[i].y, c * v[i].z, c * v[i].w));
       }
       float quad[kRowQuads];
+      float largest;
       bool odd;
-      measure_quads(v, quad, &odd);
+      measure_quads(v, quad, &largest, &odd);
       odd = odd && has_row;
       if (odd) first_odd = min(first_odd, t);
-      if (head_span) {
-        float largest = quad[0];
-#pragma unroll
-        for (int i = 1; i < kRowQuads; ++i) largest = fmaxf(largest, quad[i]);
-        head_max.publish(largest);
-      }
+      if (head_span) head_max.publish(largest);
 #pragma unroll
       for (int i = 0; i < kRowQuads; ++i) sum = fma4(v[i], load4(q + 16 * i), sum);
       float out = sum_of_lanes(sum);
-      if (layer.skip) out = __fmaf_rn(skip, x, out);
-      if (part == 0 && has_row) y[t * in.y_stride] = out;
+      if (has_skip) out = __fmaf_rn(skip, x, out);
+      if (part == 0 && has_row) *y = out;
+      y += y_stride;
       const float head_amax = head_span ? head_max.collect() : 0.0f;
       const Numbers numbers{v,
                             quad,
+                            largest,
                             head_amax,
                             odd,
                             row,
                             part,
                             head_dim,
-                            static_cast<uint32_t>(head.row->position + t),
+                            position + static_cast<uint32_t>(t),
                             t + 1 == tokens};
       round_rows<LaneColumns>(role, numbers, &counts, [&](int i, float4 q4) { v[i] = q4; });
     }
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
   const bool separate = !head.shared();
   const Mamba2RowLayout at(head_dim, threads, 1, 2);
   const Mamba2Records records(layer, in, head.head);
-  HeadMax<false> head_max(shared_floats + at.words, 0, 1);
+  HeadMax head_max(shared_floats + at.words, 0, 1);
   float* own_state = shared_floats + at.state + 4 * tid;  // quad i at + 4 threads i
   float* own_read = shared_floats + (separate ? at.read : at.state) + 4 * tid;
   const bool has_row = row < head_dim;
@@ -234,6 +235,7 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
   }
   const bool head_span = roles[0].span == Span::head || roles[1].span == Span::head;
   records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
+  const uint32_t position = static_cast<uint32_t>(head.row->position);
   ThreadCounts counts;
   int first_odd = in.tokens;
   uint64_t encodings = 0;
@@ -357,20 +359,19 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
       records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
     if (!flush) continue;
     float quad[kRowQuads];
+    float largest;
     bool odd;
-    measure_quads(v, quad, &odd);
+    measure_quads(v, quad, &largest, &odd);
     odd = odd && has_row;
     if (odd) first_odd = min(first_odd, token);
     float head_amax = 0.0f;
     if (head_span) {
-      float largest = quad[0];
-#pragma unroll
-      for (int i = 1; i < kRowQuads; ++i) largest = fmaxf(largest, quad[i]);
       head_max.publish(largest);
       head_amax = head_max.collect();
     }
-    const Numbers numbers{v,     quad, head_amax, odd,
-                          row,   part, head_dim,  static_cast<uint32_t>(head.row->position + token),
+    const Numbers numbers{v,         quad,     largest,
+                          head_amax, odd,      row,
+                          part,      head_dim, position + static_cast<uint32_t>(token),
                           !again};
 #pragma unroll 1
     for (int k = separate ? 1 : 0; k >= 0; --k) {

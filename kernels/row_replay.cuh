@@ -35,7 +35,8 @@ inline RowPath row_path(const StateRow& row, int state_dim, WalkMode mode) {
   return eager ? RowPath::eager : RowPath::windows;
 }
 
-/// The rows of a call by path, short windows first.
+/// The rows of a call by path, in the order of what they cost: short windows first, of those
+/// stochastic ones before others before FP32.
 struct RowGroups {
   std::vector<int> eager, windows, general;
 
@@ -52,8 +53,12 @@ struct RowGroups {
     for (size_t r = 0; r < rows.size(); ++r) {
       const RowPath path =
           takes(static_cast<int>(r)) ? row_path(rows[r], state_dim, mode) : RowPath::general;
-      int shortest = kMaxWindow;
-      for (const HeadPlan& plan : rows[r].plans) shortest = std::min(shortest, plan.window);
+      int shortest = 4 * kMaxWindow;
+      for (const HeadPlan& plan : rows[r].plans) {
+        const bool rounds = plan.recurrence.format->descriptor.element != ElementKind::fp32;
+        const int ease = !rounds ? 2 : plan.recurrence.rounding == Rounding::nearest_even ? 1 : 0;
+        shortest = std::min(shortest, 4 * plan.window + ease);
+      }
       least.push_back(shortest);
       (path == RowPath::eager     ? eager
        : path == RowPath::windows ? windows
@@ -164,57 +169,55 @@ __device__ __forceinline__ void store_in_cluster(float* own, int rank, float val
 #endif
 }
 
-/// The largest magnitude of a head over the warps of its blocks: `publish` and, after other work,
-/// `collect`, each by all threads.
-template <bool kCluster>
+/// The largest magnitude of a head over the warps of its blocks (at most kWords in all): `publish`
+/// and, after other work, `collect`, each by all threads.
 struct HeadMax {
-  static constexpr int kWords = 32;
+  static constexpr int kWords = 16;
   float* words;  // [2, kWords] in shared memory
-  int rank, blocks;
+  int own, blocks;
   int phase = 0;
 
-  __device__ HeadMax(float* memory, int block_rank, int cluster)
-      : words(memory), rank(block_rank), blocks(cluster) {
-    for (int i = threadIdx.x; i < 2 * kWords; i += static_cast<int>(blockDim.x)) words[i] = 0;
+  __device__ HeadMax(float* memory, int rank, int cluster)
+      : words(memory),
+        own(rank * static_cast<int>(blockDim.x >> 5) + static_cast<int>(threadIdx.x >> 5)),
+        blocks(cluster) {
+    if (threadIdx.x < 2 * kWords) words[threadIdx.x] = 0;
     __syncthreads();
-    if (kCluster) {
+    if (blocks > 1) {
       cluster_arrive();
       cluster_wait();
     }
   }
   __device__ __forceinline__ void publish(float largest) {
     const float m = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(largest)));
-    const int warps = static_cast<int>(blockDim.x >> 5);
     const int lane = threadIdx.x & 31;
-    float* own = words + phase * kWords + rank * warps + (threadIdx.x >> 5);
-    if (kCluster) {
-      if (lane < blocks) store_in_cluster(own, lane, m);
+    float* to = words + phase * kWords + own;
+    if (blocks > 1) {
+      if (lane < blocks) store_in_cluster(to, lane, m);
       cluster_arrive();
     } else if (lane == 0) {
-      *own = m;
+      *to = m;
     }
   }
   __device__ __forceinline__ float collect() {
-    if (kCluster) {
+    if (blocks > 1) {
       cluster_wait();
     } else {
       __syncthreads();
     }
     const float* all = words + phase * kWords;
     phase ^= 1;
-    const int count = blocks * static_cast<int>(blockDim.x >> 5);
-    float m = 0;
+    float m[kWords / 4];
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
-      if (4 * i >= count) break;
       const float4 v = load4(all + 4 * i);
-      m = fmaxf(m, fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)));
+      m[i] = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
     }
-    return m;
+    return fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
   }
   /// Before the block ends: others may still write here.
   __device__ void finish() {
-    if (kCluster) {
+    if (blocks > 1) {
       cluster_arrive();
       cluster_wait();
     }

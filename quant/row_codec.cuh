@@ -44,74 +44,144 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   return m;
 }
 
-/// One rounded number: its code's value, before scales.
-struct Rounded {
-  float value;
-  uint32_t code;
-};
-
+/// Rounds finite magnitudes a to the values of a format.
 template <FloatFormat kFormat>
 struct KnownNumber {
-  static constexpr FloatFormat kNumber = kFormat;
-  static constexpr int kCodeSize = storage_bits(kFormat.bits());
   static constexpr int kShift = 23 - kFormat.mantissa_bits;
   static constexpr uint32_t kMask = 0xFFFFFFFFu << kShift;
   static constexpr uint32_t kLeastExponent = 128 - kFormat.bias;  // FP32's, of c
-  static constexpr bool kWide = kFormat.exponent_bits == 8;  // FP32's own range: 2 |y| overflows
+  static constexpr bool kWide = kFormat.exponent_bits == 8;       // FP32's own range: 2 a overflows
+  static constexpr float kLeast = bits_float(kLeastExponent << 23);
+  static constexpr float kLargest = decode_float(kFormat, kFormat.max_code);
 
-  /// |y| rounded to nearest, ties to even; NaN gives the largest value.
+  /// To nearest, ties to even.
   static __device__ __forceinline__ float nearest(float a) {
-    constexpr FloatFormat f = kFormat;
-    constexpr float largest = decode_float(f, f.max_code);
+    constexpr float largest = kLargest;
     const uint32_t bits = float_bits(a);
     const uint32_t t = (bits + ((1u << kShift >> 1) - 1u) + (bits >> kShift & 1u)) & kMask;
     const float normal = bits_float(min(t, float_bits(largest)));
     if constexpr (kWide) return normal;
-    constexpr float least = bits_float(kLeastExponent << 23);
+    constexpr float least = kLeast;
     constexpr float unit = least * static_cast<float>(1 << kShift);  // its ulp is the gap below c
     return a < least ? (a + unit) - unit : normal;
   }
-  static __device__ __forceinline__ float stochastic(float a, uint32_t word) {
+  /// a' scale, for a' = a rounded stochastically: with t = max(a' + c, 2 a'), a' is t - c or t / 2,
+  /// the smaller one, and (t - c) scale = fma(t, scale, -c scale), rounded once like the product.
+  template <bool kScaled>
+  static __device__ __forceinline__ float stochastic(float a, uint32_t word, float scale) {
     constexpr FloatFormat f = kFormat;
-    constexpr float largest = decode_float(f, f.max_code);
-    const uint32_t r = word >> (32 - f.random_bits) << (kShift - f.random_bits);
-    if constexpr (kWide) {
-      return bits_float(min((float_bits(a) + r) & kMask, float_bits(largest)));
-    } else {
-      constexpr float least = bits_float(kLeastExponent << 23);
-      const float z = fmaxf(__fadd_rz(a, least), a + a);
-      const float t = bits_float(min((float_bits(z) + r) & kMask, float_bits(2 * largest)));
-      return fminf(t - least, t * 0.5f);
-    }
+    constexpr float largest = kLargest, least = kLeast;
+    const float z = kWide ? a : fmaxf(__fadd_rz(a, least), a + a);
+    uint32_t raised;
+    asm("mad.lo.u32 %0, %1, %2, %3;"
+        : "=r"(raised)
+        : "r"(word >> (32 - f.random_bits)), "n"(1 << (kShift - f.random_bits)),
+          "r"(float_bits(z)));
+    constexpr uint32_t most = kWide ? float_bits(largest) : float_bits(2 * largest);
+    const float t = bits_float(min(raised & kMask, most));
+    if constexpr (kWide) return kScaled ? t * scale : t;
+    if constexpr (kScaled) return fminf(__fmaf_rn(t, scale, -least * scale), t * (0.5f * scale));
+    return fminf(t - least, t * 0.5f);
   }
-  static __device__ __forceinline__ uint32_t magnitude_code(float value) {
-    if constexpr (kWide) {
-      return float_bits(value) >> kShift;
-    } else {
-      constexpr float least = bits_float(kLeastExponent << 23);
-      return (float_bits(fmaxf(value + least, value + value)) >> kShift) -
-             (kLeastExponent << kFormat.mantissa_bits);
-    }
-  }
-  template <bool kStochastic>
-  static __device__ __forceinline__ Rounded round(float y, uint32_t word) {
-    constexpr FloatFormat f = kFormat;
-    const float a = magnitude(y);
-    const float value = kStochastic ? stochastic(a, word) : nearest(a);
-    const uint32_t sign = float_bits(y) & 0x80000000u;
-    Rounded r;
-    r.value = bits_float(float_bits(value) | sign);
-    r.code = magnitude_code(value) | sign >> (31 - f.magnitude_bits());
-    // Without a NaN code a NaN is the largest value, and positive: y is a product, whose NaN is.
-    if constexpr (f.nan_code != kNoCode) {
-      r.value = y != y ? bits_float(0x7FC00000u) : r.value;
-      r.code = y != y ? f.nan_code : r.code;
-    }
-    return r;
+  static __device__ __forceinline__ uint32_t code(float value) {
+    if constexpr (kWide) return float_bits(value) >> kShift;
+    constexpr float least = kLeast;
+    return (float_bits(fmaxf(value + least, value + value)) >> kShift) -
+           (kLeastExponent << kFormat.mantissa_bits);
   }
 };
 
-enum class Element : uint8_t { fp32, e2m1, e4m3, fp16, bf16, described };
+/// A number known to the compiler, as round_known wants it: rounded(y, word, scale) is the rounded
+/// magnitude times the scale of its block.
+template <FloatFormat kFormat>
+struct KnownElement {
+  static constexpr bool kSigned = false;
+  template <bool kStochastic, bool kScaled>
+  __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
+    using Number = KnownNumber<kFormat>;
+    if constexpr (kStochastic) return Number::template stochastic<kScaled>(fabsf(y), word, scale);
+    const float value = Number::nearest(fabsf(y));
+    return kScaled ? value * scale : value;
+  }
+};
+
+/// Any float of less range than FP32's that saturates: KnownNumber with its constants in registers.
+struct FloatElement {
+  static constexpr bool kSigned = false;
+  uint32_t shift, mask, random_shift, random_factor;
+  float least, unit, largest;
+
+  static __device__ bool takes(const FormatDescriptor& d) {
+    const FloatFormat& f = d.number;
+    return d.element == ElementKind::floating && f.has_sign && d.saturate && f.exponent_bits < 8 &&
+           f.bias >= 0 && f.bias < 127 && (1 << f.exponent_bits) - f.bias < 126 &&
+           f.mantissa_bits > 0 && 23 - f.mantissa_bits >= d.random_bits;
+  }
+  __device__ explicit FloatElement(const FormatDescriptor& d)
+      : shift(23 - static_cast<uint32_t>(d.number.mantissa_bits)),
+        mask(0xFFFFFFFFu << shift),
+        random_shift(32 - static_cast<uint32_t>(d.random_bits)),
+        random_factor(1u << (shift - static_cast<uint32_t>(d.random_bits))),
+        least(power_of_two(1 - d.number.bias)),
+        unit(least * static_cast<float>(1u << shift)),
+        largest(decode_float(d.number, d.number.max_code)) {}
+  template <bool kStochastic, bool kScaled>
+  __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
+    const float a = fabsf(y);
+    float value;
+    if constexpr (kStochastic) {
+      const float z = fmaxf(__fadd_rz(a, least), a + a);
+      const uint32_t raised = (word >> random_shift) * random_factor + float_bits(z);
+      const float t = fminf(bits_float(raised & mask), largest + largest);
+      value = fminf(t - least, t * 0.5f);
+    } else {
+      const uint32_t bits = float_bits(a);
+      const uint32_t t = (bits + ((1u << shift >> 1) - 1u) + (bits >> shift & 1u)) & mask;
+      value = a < least ? (a + unit) - unit : fminf(bits_float(t), largest);
+    }
+    return kScaled ? value * scale : value;
+  }
+};
+
+/// Integers -highest .. highest; their zero is positive.
+struct IntegerElement {
+  static constexpr bool kSigned = true;
+  float highest;
+
+  static __device__ bool takes(const FormatDescriptor& d) {
+    return d.element == ElementKind::integer && d.lowest == -d.highest;
+  }
+  __device__ explicit IntegerElement(const FormatDescriptor& d)
+      : highest(static_cast<float>(d.highest)) {}
+  template <bool kStochastic, bool kScaled>
+  __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
+    float value;
+    if constexpr (kStochastic) {
+      // floor(d 2^24) + r >= 2^24 means d >= 1 - r 2^-24, both exact.
+      constexpr float kWhole = 8388608.0f;
+      const float a = fminf(fabsf(y), 65536.0f);
+      const float whole = __fadd_rz(a, kWhole) - kWhole;
+      const float rest = 1.0f - static_cast<float>(word >> 8) * 0x1p-24f;
+      value = fminf(a - whole >= rest ? whole + 1.0f : whole, highest);
+    } else {
+      value = round_to_even(fminf(fabsf(y), highest));
+    }
+    value = bits_float(float_bits(value) | (float_bits(y) & 0x80000000u)) + 0.0f;
+    return kScaled ? value * scale : value;
+  }
+};
+
+/// 1 / x as the compiler divides, without its branch where x is neither small nor large.
+__device__ __forceinline__ bool plain_reciprocal(float x) {
+  return ((float_bits(x) + 0x1800000u) & 0x7F800000u) > 0x1FFFFFFu;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, -__fmaf_rn(x, r, -1.0f), r);
+}
+
+enum class Element : uint8_t { fp32, e2m1, e4m3, fp16, bf16, floating, integer, described };
 
 /// What a role's encodings of one head have in common, in registers.
 struct Role {
@@ -134,10 +204,12 @@ __device__ inline Role make_role(const FormatDescriptor& d, bool stochastic, con
   r.stochastic = stochastic && d.element != ElementKind::fp32;
   r.element = d.element == ElementKind::fp32 && d.span == Span::none && r.block == 0 ? Element::fp32
               : is_known<kE2m1>(d) && r.block > 0                                    ? Element::e2m1
-              : is_known<kE4m3>(d) && r.block != 16                                  ? Element::e4m3
+              : is_known<kE4m3>(d) && r.block == 0                                   ? Element::e4m3
               : is_known<kFp16>(d) && r.block == 0                                   ? Element::fp16
               : is_known<kBf16>(d) && r.block == 0                                   ? Element::bf16
-                                                   : Element::described;
+              : FloatElement::takes(d)   ? Element::floating
+              : IntegerElement::takes(d) ? Element::integer
+                                         : Element::described;
   r.span = d.span;
   constexpr FloatFormat e4m3 = kE4m3;
   r.plain_scale = d.block_scale == BlockScale::floating && d.scale_number == e4m3 &&
@@ -159,18 +231,37 @@ __device__ __forceinline__ OuterScale outer_of(const Role& r, float amax) {
   return o;
 }
 
-__device__ __forceinline__ ScaledBlock block_of(const Role& r, float amax, const OuterScale& o) {
-  if (!r.plain_scale) return block_scale(*r.d, amax, o, r.d->candidates[0]);
-  ScaledBlock b;
-  b.scale = KnownNumber<kE4m3>::nearest(o.encode * (amax * r.inverse_divisor));
-  b.code = KnownNumber<kE4m3>::magnitude_code(b.scale);
-  b.factor = b.scale > 0 ? smaller(1.0f / (b.scale * o.decode), kFloatMax) : 0.0f;
-  return b;
+/// The scales of kCount blocks.
+template <int kCount>
+__device__ __forceinline__ void block_scales(const Role& r, const float* amax, const OuterScale& o,
+                                             float* factor, float* scale) {
+  if (!r.plain_scale) {
+    for (int k = 0; k < kCount; ++k) {
+      const ScaledBlock b = block_scale(*r.d, amax[k], o, r.d->candidates[0]);
+      factor[k] = b.factor;
+      scale[k] = b.scale;
+    }
+    return;
+  }
+  float product[kCount];
+  bool plain = true;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    scale[k] = KnownNumber<kE4m3>::nearest(o.encode * (amax[k] * r.inverse_divisor));
+    product[k] = scale[k] > 0 ? scale[k] * o.decode : 1.0f;
+    factor[k] = reciprocal(product[k]);
+    plain = plain && plain_reciprocal(product[k]);
+  }
+  if (!plain) {
+    for (int k = 0; k < kCount; ++k) factor[k] = 1.0f / product[k];
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) factor[k] = scale[k] > 0 ? smaller(factor[k], kFloatMax) : 0.0f;
 }
 
 __device__ __forceinline__ float part_max(float v) {
-  v = larger(v, __shfl_xor_sync(0xFFFFFFFFu, v, 1));
-  return larger(v, __shfl_xor_sync(0xFFFFFFFFu, v, 2));
+  v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 1));
+  return fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 2));
 }
 
 /// Largest magnitudes of the thread's own blocks (of 16 columns: 2 part and 2 part + 1; of 32:
@@ -180,26 +271,25 @@ __device__ __forceinline__ void own_blocks(const float (&quad)[kRowQuads], int p
   if constexpr (Columns::kRuns) {
     for (int k = 0; k < 32 / kBlock; ++k) {
       own[k] = quad[k * kBlock / 4];
-      for (int i = 1; i < kBlock / 4; ++i) own[k] = larger(own[k], quad[k * kBlock / 4 + i]);
+      for (int i = 1; i < kBlock / 4; ++i) own[k] = fmaxf(own[k], quad[k * kBlock / 4 + i]);
     }
   } else {
     constexpr int kCount = kRowColumns / kBlock;
     float all[kCount], half[kCount / 2];
 #pragma unroll
     for (int k = 0; k < kCount; ++k)
-      all[k] =
-          kBlock == 16 ? quad[k] : larger(quad[2 * k % kRowQuads], quad[2 * k % kRowQuads + 1]);
+      all[k] = kBlock == 16 ? quad[k] : fmaxf(quad[2 * k % kRowQuads], quad[2 * k % kRowQuads + 1]);
 #pragma unroll
     for (int k = 0; k < kCount / 2; ++k) {
       const float send = part & 2 ? all[k] : all[k + kCount / 2];
       const float keep = part & 2 ? all[k + kCount / 2] : all[k];
-      half[k] = larger(keep, __shfl_xor_sync(0xFFFFFFFFu, send, 2));
+      half[k] = fmaxf(keep, __shfl_xor_sync(0xFFFFFFFFu, send, 2));
     }
 #pragma unroll
     for (int k = 0; k < kCount / 4; ++k) {
       const float send = part & 1 ? half[k] : half[k + kCount / 4];
       const float keep = part & 1 ? half[k + kCount / 4] : half[k];
-      own[k] = larger(keep, __shfl_xor_sync(0xFFFFFFFFu, send, 1));
+      own[k] = fmaxf(keep, __shfl_xor_sync(0xFFFFFFFFu, send, 1));
     }
   }
 }
@@ -224,126 +314,101 @@ __device__ __forceinline__ void to_array(const float4& v, float* x) {
 struct Numbers {
   const float4* v;    // [kRowQuads]
   const float* quad;  // [kRowQuads]
-  float head_amax;
-  bool odd;  // some number of the thread is not finite
+  float largest;      // of the thread
+  float head_amax;    // where a span is the head
+  bool odd;           // some number of the thread is not finite
   int row, part, head_dim;
   uint32_t position;
   bool store;
 };
 
-/// Outer scale of the thread's row; stored by one thread.
+/// Outer scale of the thread's row.
 __device__ __forceinline__ OuterScale row_outer(const Role& r, const Numbers& n) {
-  float amax = n.head_amax;
-  if (r.span == Span::row) {
-    amax = n.quad[0];
-#pragma unroll
-    for (int i = 1; i < kRowQuads; ++i) amax = larger(amax, n.quad[i]);
-    amax = part_max(amax);
-  }
-  const OuterScale o = outer_of(r, amax);
-  if (n.store && r.span != Span::none && n.part == 0 && n.row < n.head_dim) {
-    const PackedLayout l = packed_layout(*r.d, n.head_dim, kRowColumns);
-    if (r.span == Span::row || n.row == 0)
-      reinterpret_cast<float*>(r.packed + l.outer)[r.span == Span::row ? n.row : 0] = o.decode;
-  }
-  return o;
+  return outer_of(r, r.span == Span::row ? part_max(n.largest) : n.head_amax);
 }
 
-template <class Columns>
+/// philox4x32<10> of the quad that begins at a column.
 __device__ __forceinline__ PhiloxWords words_of(const Role& r, const Numbers& n, int column) {
-  return philox4x32<10>((static_cast<uint32_t>(column) >> 2) + (static_cast<uint32_t>(n.row) << 16),
-                        r.key.counter1, n.position, r.key.counter3, r.key.key0, r.key.key1);
+  uint32_t c0 = (static_cast<uint32_t>(column) >> 2) + (static_cast<uint32_t>(n.row) << 16);
+  uint32_t c1 = r.key.counter1, c2 = n.position, c3 = r.key.counter3;
+  uint32_t key0 = r.key.key0, key1 = r.key.key1;
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    uint64_t product0, product1;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product0) : "r"(c0), "n"(kPhiloxMultiplier0));
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product1) : "r"(c2), "n"(kPhiloxMultiplier1));
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
+    c1 = static_cast<uint32_t>(product1);
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
+    c3 = static_cast<uint32_t>(product0);
+    key0 += kPhiloxWeyl0;
+    key1 += kPhiloxWeyl1;
+  }
+  return {{c0, c1, c2, c3}};
 }
 
-/// Rounds with numbers and blocks known to the compiler; sink(i, quad) receives what the codes
-/// decode to.
-template <class Columns, class Number, int kBlock, bool kStochastic, class Sink>
-__device__ __forceinline__ void round_known(const Role& r, const Numbers& n, ThreadCounts* counts,
-                                            Sink&& sink) {
+/// Rounds finite numbers with elements and blocks known to the compiler; sink(i, quad) receives
+/// what the codes decode to. False, with nothing done, where a block's scale vanishes.
+template <class Columns, int kBlock, bool kStochastic, class Number, class Sink>
+__device__ __forceinline__ bool round_known(const Number& number, const Role& r, const Numbers& n,
+                                            ThreadCounts* counts, Sink&& sink) {
   const OuterScale o = row_outer(r, n);
   constexpr int kOwn = kBlock == 16 ? 2 : 1;
   float own_factor[kOwn], own_scale[kOwn];
-  const bool stores = n.store && n.row < n.head_dim;
   if constexpr (kBlock > 0) {
     float quads[kRowQuads], own[kOwn];
 #pragma unroll
     for (int i = 0; i < kRowQuads; ++i) quads[i] = n.quad[i];
     own_blocks<Columns, kBlock>(quads, n.part, own);
+    block_scales<kOwn>(r, own, o, own_factor, own_scale);
+    bool vanished = false;
 #pragma unroll
-    for (int k = 0; k < kOwn; ++k) {
-      const ScaledBlock b = block_of(r, own[k], o);
-      own_factor[k] = b.factor;
-      own_scale[k] = b.scale;
-      if (stores) {
-        const PackedLayout l = packed_layout(*r.d, n.head_dim, kRowColumns);
-        block_codec::store_small(
-            r.packed + l.scales +
-                static_cast<size_t>(n.row * l.blocks_across + kOwn * n.part + k) * l.scale_size,
-            l.scale_size, b.code);
+    for (int k = 0; k < kOwn; ++k) vanished = vanished || (own_scale[k] == 0 && own[k] > 0);
+    if (__any_sync(0xFFFFFFFFu, vanished)) return false;
+  } else {
+    if (n.largest * o.encode > r.high) {
+      uint32_t outside = 0;
+#pragma unroll
+      for (int i = 0; i < kRowQuads; ++i) {
+        float x[4];
+        to_array(n.v[i], x);
+        for (int e = 0; e < 4; ++e) outside += fabsf(x[e] * o.encode) > r.high ? 1 : 0;
       }
+      (r.span == Span::none ? counts->saturated : counts->clipped) += outside;
     }
   }
-  // What the loop below does not count: numbers that are not finite, and without blocks whether the
-  // largest is outside at all.
-  const bool odd = __any_sync(0xFFFFFFFFu, n.odd);
-  bool count = odd;
-  if constexpr (kBlock == 0) {
-    float largest = n.quad[0];
-#pragma unroll
-    for (int i = 1; i < kRowQuads; ++i) largest = larger(largest, n.quad[i]);
-    count = odd || largest * o.encode > r.high;
-  }
-  if (count) {
-    block_codec::ElementCounter counter(*r.d);
-#pragma unroll
-    for (int i = 0; i < kRowQuads; ++i) {
-      const float factor = kBlock > 0 ? of_quad<Columns, kBlock>(own_factor, i) : o.encode;
-      const float scale = kBlock > 0 ? of_quad<Columns, kBlock>(own_scale, i) : 1.0f;
-      float x[4];
-      to_array(n.v[i], x);
-      for (int e = 0; e < 4; ++e) counter.see(x[e], x[e] * factor, scale);
-    }
-    counter.add_to(counts);
-  }
-  uint32_t clipped = 0, vanished = 0;
+  // Numbers outside are counted in FP32: 2^40 (|y| - high), limited to [0, 1].
+  constexpr float kSteep = 0x1p40f;
+  const float threshold = -kSteep * r.high;
+  float clipped = 0.0f;
 #pragma unroll
   for (int i = 0; i < kRowQuads; ++i) {
     const int column = Columns::column(n.part, i);
     const float factor = kBlock > 0 ? of_quad<Columns, kBlock>(own_factor, i) : o.encode;
     const float scale = kBlock > 0 ? of_quad<Columns, kBlock>(own_scale, i) : 1.0f;
     PhiloxWords words{};
-    if constexpr (kStochastic) words = words_of<Columns>(r, n, column);
+    if constexpr (kStochastic) words = words_of(r, n, column);
     float x[4];
-    uint32_t code[4];
     to_array(n.v[i], x);
-    if constexpr (kBlock > 0) {
-      if (scale == 0.0f) {
-        for (int e = 0; e < 4; ++e) vanished += x[e] != 0 ? 1 : 0;
-      }
-    }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float y = x[e] * factor;
-      if constexpr (kBlock > 0) clipped += magnitude(y) > r.high ? 1 : 0;
-      const Rounded rounded = Number::template round<kStochastic>(y, words.word[e]);
-      code[e] = rounded.code;
-      float value = rounded.value;
-      if constexpr (kBlock > 0) value = value * scale;
+      const float value =
+          number.template rounded<kStochastic, (kBlock > 0)>(y, words.word[e], scale);
+      if constexpr (kBlock > 0)
+        clipped = clipped + __saturatef(__fmaf_rn(fabsf(y), kSteep, threshold));
       x[e] = value * o.decode;
-    }
-    if (stores) {
-      block_codec::store_four(r.packed, Number::kCodeSize,
-                              static_cast<size_t>(n.row) * kRowColumns + column, code);
+      if constexpr (!Number::kSigned)
+        x[e] = bits_float(float_bits(x[e]) | (float_bits(y) & 0x80000000u));
     }
     sink(i, make_float4(x[0], x[1], x[2], x[3]));
   }
-  if (kBlock > 0 && !odd) {
-    counts->clipped += clipped;
-    counts->vanished += vanished;
-  }
+  if constexpr (kBlock > 0) counts->clipped += static_cast<uint32_t>(clipped);
+  return true;
 }
 
-/// Any element and block, a quad at a time through local memory.
+/// Any element and block, any numbers, a quad at a time through local memory; the form that stores
+/// codes.
 template <class Columns, class Sink>
 __device__ __forceinline__ void round_described(const Role& r, const Numbers& n,
                                                 ThreadCounts* counts, Sink&& sink) {
@@ -372,6 +437,8 @@ __device__ __forceinline__ void round_described(const Role& r, const Numbers& n,
   }
   const bool stores = n.store && n.row < n.head_dim;
   const PackedLayout l = packed_layout(d, n.head_dim, kRowColumns);
+  if (stores && n.part == 0 && (r.span == Span::row || (r.span == Span::head && n.row == 0)))
+    reinterpret_cast<float*>(r.packed + l.outer)[r.span == Span::row ? n.row : 0] = o.decode;
   block_codec::ElementCounter counter(d);
   const bool floats = d.element == ElementKind::floating;
   const block_codec::FloatRule float_rule(d);
@@ -392,7 +459,7 @@ __device__ __forceinline__ void round_described(const Role& r, const Numbers& n,
       }
     }
     PhiloxWords words{};
-    if (r.stochastic) words = words_of<Columns>(r, n, column);
+    if (r.stochastic) words = words_of(r, n, column);
     float x[4];
     uint32_t code[4];
     to_array(quads[i], x);
@@ -423,21 +490,26 @@ __device__ __forceinline__ void round_described(const Role& r, const Numbers& n,
   for (int i = 0; i < kRowQuads; ++i) sink(i, quads[i]);
 }
 
-template <class Columns, class Number, int kBlock, class Sink>
-__device__ __forceinline__ void round_number(const Role& r, const Numbers& n, ThreadCounts* counts,
-                                             Sink&& sink) {
-  if (r.stochastic) {
-    round_known<Columns, Number, kBlock, true>(r, n, counts, sink);
-  } else {
-    round_known<Columns, Number, kBlock, false>(r, n, counts, sink);
-  }
+template <class Columns, int kBlock, class Number, class Sink>
+__device__ __forceinline__ bool round_number(const Number& number, const Role& r, const Numbers& n,
+                                             ThreadCounts* counts, Sink&& sink) {
+  return r.stochastic ? round_known<Columns, kBlock, true>(number, r, n, counts, sink)
+                      : round_known<Columns, kBlock, false>(number, r, n, counts, sink);
+}
+/// Numbers whose constants are in registers, with any block.
+template <class Columns, class Number, class Sink>
+__device__ __forceinline__ bool round_blocks(const Number& number, const Role& r, const Numbers& n,
+                                             ThreadCounts* counts, Sink&& sink) {
+  return r.block == 0    ? round_number<Columns, 0>(number, r, n, counts, sink)
+         : r.block == 16 ? round_number<Columns, 16>(number, r, n, counts, sink)
+                         : round_number<Columns, 32>(number, r, n, counts, sink);
 }
 
 }  // namespace row_codec
 
-/// Largest magnitudes of the thread's quads; `odd`: some number is not finite.
+/// Largest magnitudes of the thread's quads and of all; `odd`: some number is not finite.
 __device__ __forceinline__ void measure_quads(const float4 (&v)[kRowQuads],
-                                              float (&quad)[kRowQuads], bool* odd) {
+                                              float (&quad)[kRowQuads], float* largest, bool* odd) {
   float all = 0;
 #pragma unroll
   for (int i = 0; i < kRowQuads; ++i) {
@@ -447,50 +519,48 @@ __device__ __forceinline__ void measure_quads(const float4 (&v)[kRowQuads],
     all = larger_or_nan(all, quad[i]);
   }
   *odd = !(all <= kFloatMax);
+  *largest = all;
   if (*odd) {
+    *largest = 0;
 #pragma unroll
     for (int i = 0; i < kRowQuads; ++i) {
       quad[i] = larger(larger(amax_term(v[i].x), amax_term(v[i].y)),
                        larger(amax_term(v[i].z), amax_term(v[i].w)));
+      *largest = larger(*largest, quad[i]);
     }
   }
 }
 
 /// Rounds the thread's numbers, stores their codes where n.store says so, adds to the counts and
-/// gives sink(i, quad) what they decode to. All threads of a warp call it; no barriers.
+/// gives sink(i, quad) what they decode to; sink may overwrite n.v[i]. All threads of a warp call
+/// it; no barriers.
 template <class Columns, class Sink>
 __device__ __forceinline__ void round_rows(const row_codec::Role& r, const row_codec::Numbers& n,
                                            ThreadCounts* counts, Sink&& sink) {
   using namespace row_codec;
-  if (r.element == Element::fp32) {
+  bool done = false;
+  if (!n.store && !__any_sync(0xFFFFFFFFu, n.odd)) {
+    if (r.element == Element::fp32) {
 #pragma unroll
-    for (int i = 0; i < kRowQuads; ++i) {
-      if (n.store && n.row < n.head_dim) {
-        *reinterpret_cast<float4*>(r.packed +
-                                   4 * (n.row * kRowColumns + Columns::column(n.part, i))) = n.v[i];
-      }
-      if (n.odd) {
-        float x[4];
-        to_array(n.v[i], x);
-        for (int e = 0; e < 4; ++e) counts->non_finite += magnitude(x[e]) <= kFloatMax ? 0 : 1;
-      }
-      sink(i, n.v[i]);
+      for (int i = 0; i < kRowQuads; ++i) sink(i, n.v[i]);
+      done = true;
+    } else if (r.element == Element::e2m1) {
+      const KnownElement<kE2m1> number;
+      done = r.block == 16 ? round_number<Columns, 16>(number, r, n, counts, sink)
+                           : round_number<Columns, 32>(number, r, n, counts, sink);
+    } else if (r.element == Element::e4m3) {
+      done = round_number<Columns, 0>(KnownElement<kE4m3>{}, r, n, counts, sink);
+    } else if (r.element == Element::fp16) {
+      done = round_number<Columns, 0>(KnownElement<kFp16>{}, r, n, counts, sink);
+    } else if (r.element == Element::bf16) {
+      done = round_number<Columns, 0>(KnownElement<kBf16>{}, r, n, counts, sink);
+    } else if (r.element == Element::floating) {
+      done = round_blocks<Columns>(FloatElement(*r.d), r, n, counts, sink);
+    } else if (r.element == Element::integer) {
+      done = round_blocks<Columns>(IntegerElement(*r.d), r, n, counts, sink);
     }
-  } else if (r.element == Element::e2m1 && r.block == 16) {
-    round_number<Columns, KnownNumber<kE2m1>, 16>(r, n, counts, sink);
-  } else if (r.element == Element::e2m1) {
-    round_number<Columns, KnownNumber<kE2m1>, 32>(r, n, counts, sink);
-  } else if (r.element == Element::e4m3 && r.block == 0) {
-    round_number<Columns, KnownNumber<kE4m3>, 0>(r, n, counts, sink);
-  } else if (r.element == Element::e4m3) {
-    round_number<Columns, KnownNumber<kE4m3>, 32>(r, n, counts, sink);
-  } else if (r.element == Element::fp16) {
-    round_number<Columns, KnownNumber<kFp16>, 0>(r, n, counts, sink);
-  } else if (r.element == Element::bf16) {
-    round_number<Columns, KnownNumber<kBf16>, 0>(r, n, counts, sink);
-  } else {
-    round_described<Columns>(r, n, counts, sink);
   }
+  if (!done) round_described<Columns>(r, n, counts, sink);
 }
 
 /// The thread's numbers of a packed head; zeros in rows past its end.
