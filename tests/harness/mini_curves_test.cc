@@ -14,6 +14,7 @@
 #include "harness/metrics.h"
 #include "models/state_precision.h"
 #include "models/state_store.h"
+#include "quant/cuda_support.h"
 #include "tests/support/case_file.h"
 
 namespace replayeval {
@@ -78,13 +79,14 @@ std::map<std::string, Curve> measure_states(const Model& model, const Document& 
 }
 
 void check_curves(const std::string& text, const std::string& name,
-                  const std::filesystem::path& data, const std::string& id) {
+                  const std::filesystem::path& data, const std::string& id,
+                  ModelOptions options = {}) {
   const std::string expected_path = test::case_path("cases/models-mini/expected.json");
   REQUIRE(!expected_path.empty());
   std::ifstream file(expected_path);
   const nlohmann::json expected = nlohmann::json::parse(file).at("texts").at(text).at(name);
   const std::string folder = std::string(REPLAYEVAL_SOURCE_DIR) + "/models/" + name;
-  const Model model(Checkpoint::open(folder), {});
+  const Model model(Checkpoint::open(folder), options);
   DataSource source;
   source.kind = DataSource::Kind::kPg19;
   source.path = data;
@@ -130,6 +132,23 @@ void check_curves(const std::string& text, const std::string& name,
 }
 
 }  // namespace
+
+TEST_SUITE("gpu") {
+  TEST_CASE("mini models on a GPU, fast products, agree with the independent program") {
+    std::string reason;
+    if (!cuda_available(&reason)) {
+      std::fprintf(stderr, "SKIPPED: %s\n", reason.c_str());
+      return;
+    }
+    ModelOptions options;
+    options.device = Device::cuda;
+    options.dense = DenseMode::fast;
+    for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+      check_curves("sample-1", name, std::string(REPLAYEVAL_SOURCE_DIR) + "/datasets/sample", "1",
+                   options);
+    }
+  }
+}
 
 TEST_SUITE("reference") {
   TEST_CASE("mini models on the sample text agree with the independent program") {
