@@ -1,8 +1,11 @@
 // Products as tiles of outputs, each output in one thread's register: no order of additions is ever
-// changed.
+// changed. Rows of x and of w lie in shared memory as they lie in global memory, four columns an
+// access, and the next ones are under way meanwhile.
 #include <algorithm>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/dense_cuda.h"
@@ -14,8 +17,7 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// One product; `vector`: rows of x start on multiples of 16 bytes, rows of w on multiples of 16 (8
-/// for 16-bit types).
+/// One product; `vector`: rows start on multiples of 16 bytes.
 struct Product {
   const float* x;
   const int32_t* x_rows;
@@ -46,50 +48,63 @@ __device__ __forceinline__ const Product& find_product(const Products& products,
   return list[low];
 }
 
-constexpr int kDepthTile = 16;  // columns of x and w in a stage
+constexpr int kDepthTile = 32;              // columns of x and w in a stage
+constexpr int kRowFloats = kDepthTile + 4;  // of shared memory: eight rows touch every bank once
 
-/// Four columns c .. c + 3 of a row of `cols` on their way to shared memory.
-template <WeightType Type>
-struct Staged {
-  Quad values;
-  __device__ __forceinline__ void load(const char* row, int c, int cols, bool vector) {
-    values = load_quad(reinterpret_cast<const float*>(row) + c, cols - c, vector);
+/// The first n (any number) elements of 16 bytes to shared memory. `vector`: behind the thread's
+/// back, with zeros after them; `row` is any place that exists.
+template <int kElement>
+__device__ __forceinline__ void stage_unit(char* to, const char* from, const char* row, int n,
+                                           bool vector) {
+  constexpr int kUnit = 16 / kElement;
+  if (vector) {
+    copy_behind(to, n > 0 ? from : row, n <= 0 ? 0 : min(n, kUnit) * kElement);
+    return;
   }
-  __device__ __forceinline__ Quad widened() const { return values; }
-};
-template <WeightType Type>
-requires(Type != WeightType::fp32) struct Staged<Type> {
-  uint2 codes;
-  __device__ __forceinline__ void load(const char* row, int c, int cols, bool vector) {
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(row) + c;
-    if (vector && c + 4 <= cols) {
-      codes = *reinterpret_cast<const uint2*>(from);
-    } else {
-      uint32_t code[4];
+  using Element = std::conditional_t<kElement == 4, uint32_t, uint16_t>;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) code[k] = c + k < cols ? from[k] : 0u;
-      codes = make_uint2(code[0] | code[1] << 16, code[2] | code[3] << 16);
-    }
+  for (int k = 0; k < kUnit; ++k) {
+    if (k < n) reinterpret_cast<Element*>(to)[k] = reinterpret_cast<const Element*>(from)[k];
   }
-  __device__ __forceinline__ Quad widened() const {
-    return {{widen_code<Type>(codes.x & 0xFFFFu), widen_code<Type>(codes.x >> 16),
-             widen_code<Type>(codes.y & 0xFFFFu), widen_code<Type>(codes.y >> 16)}};
-  }
-};
+}
 
-/// kBlockM x kBlockN outputs a block, 8 x 8 a thread: rows 4 ty + 16 h .., columns 4 tx + 32 h ..
-/// of a warp's 32 x 64. A stage holds x and w by columns: the four values of one access belong to
-/// four outputs, so that a product's operand and its sum can lie in different banks of registers.
-template <WeightType Type, int kBlockM, int kBlockN, int kBlocks>
+/// Weights k .. k + 3, and weight k, of a row in shared memory.
+template <WeightType Type>
+__device__ __forceinline__ Quad weights_at(const char* row, int k) {
+  if constexpr (Type == WeightType::fp32) {
+    return load_quad(reinterpret_cast<const float*>(row) + k, 4, true);
+  } else {
+    return load_quad<Type>(reinterpret_cast<const uint16_t*>(row) + k, 4, true);
+  }
+}
+template <WeightType Type>
+__device__ __forceinline__ float weight_at(const char* row, int k) {
+  if constexpr (Type == WeightType::fp32) {
+    return reinterpret_cast<const float*>(row)[k];
+  } else {
+    return widen_code<Type>(reinterpret_cast<const uint16_t*>(row)[k]);
+  }
+}
+
+/// Bytes of a row of w in a stage: 16-bit weights stay as they are.
+template <WeightType Type>
+constexpr int kRowBytes = kDepthTile* static_cast<int>(weight_bytes(Type)) + 16;
+template <WeightType Type, int kBlockM, int kBlockN>
+constexpr int kStageBytes = kBlockM* kRowFloats * 4 + kBlockN* kRowBytes<Type>;
+
+/// kBlockM x kBlockN outputs a block, 8 x 8 a thread: rows ty + 4 i, columns tx + 8 j of a warp's
+/// 32 x 64.
+template <WeightType Type, int kBlockM, int kBlockN, int kBlocks, int kStages>
 __global__ void __launch_bounds__(kBlockM* kBlockN / 64, kBlocks)
     multiply(const __grid_constant__ Products products) {
   constexpr int kThreads = kBlockM * kBlockN / 64;
   constexpr int kWarpsN = kBlockN / 64;
-  constexpr int kLoadsX = kBlockM * kDepthTile / 4 / kThreads;
-  constexpr int kLoadsW = kBlockN * kDepthTile / 4 / kThreads;
-  constexpr int kLoadRows = kThreads / 4;
-  constexpr int kRowX = kBlockM + 4, kRowW = kBlockN + 4;  // floats of a column
-  __shared__ float4 memory[2 * kDepthTile * (kRowX + kRowW) / 4];
+  constexpr int kElement = static_cast<int>(weight_bytes(Type));
+  constexpr int kUnit = 16 / kElement;  // weights of 16 bytes
+  constexpr int kUnitsX = kDepthTile / 4, kUnitsW = kDepthTile / kUnit;
+  constexpr int kLoadsX = kBlockM * kUnitsX / kThreads, kLoadsW = kBlockN * kUnitsW / kThreads;
+  extern __shared__ float4 memory[];
+  char* stages = reinterpret_cast<char*>(memory);
 
   const Product& product = find_product(products, blockIdx.x);
   const uint32_t tile = blockIdx.x - product.first_tile;
@@ -99,55 +114,49 @@ __global__ void __launch_bounds__(kBlockM* kBlockN / 64, kBlocks)
   const int first_m = static_cast<int>(tile % row_tiles) * kBlockM;
   const int first_n = static_cast<int>(tile / row_tiles) * kBlockN;
 
-  // Half a warp stores sixteen rows of one column at once, each in its own bank.
   const int thread = static_cast<int>(threadIdx.x);
-  const int load_row = thread % 16 + thread / 64 * 16, load_c = thread / 16 % 4 * 4;
   // Rows past the end repeat the last one; their outputs are not stored.
   const char *x_rows[kLoadsX], *w_rows[kLoadsW];
 #pragma unroll
   for (int i = 0; i < kLoadsX; ++i) {
-    const int row = min(first_m + load_row + i * kLoadRows, product.m - 1);
+    const int row = min(first_m + thread / kUnitsX + i * (kThreads / kUnitsX), product.m - 1);
     x_rows[i] = reinterpret_cast<const char*>(
-        product.x + (product.x_rows != nullptr ? product.x_rows[row] : row) * product.x_stride);
+        product.x + (product.x_rows != nullptr ? product.x_rows[row] : row) * product.x_stride +
+        thread % kUnitsX * 4);
   }
 #pragma unroll
   for (int i = 0; i < kLoadsW; ++i) {
-    const int row = min(first_n + load_row + i * kLoadRows, product.rows - 1);
-    w_rows[i] = static_cast<const char*>(product.w) + row * product.w_stride * weight_bytes(Type);
+    const int row = min(first_n + thread / kUnitsW + i * (kThreads / kUnitsW), product.rows - 1);
+    w_rows[i] = static_cast<const char*>(product.w) +
+                (row * product.w_stride + thread % kUnitsW * kUnit) * kElement;
   }
   const bool vector_x = product.vector_x, vector_w = product.vector_w;
-  Staged<WeightType::fp32> next_x[kLoadsX];
-  Staged<Type> next_w[kLoadsW];
-  const auto stage = [&](int step) {
-    return reinterpret_cast<float*>(memory) + step % 2 * kDepthTile * (kRowX + kRowW);
-  };
+  char* const to_x = stages + thread / kUnitsX * kRowFloats * 4 + thread % kUnitsX * 16;
+  char* const to_w = stages + kBlockM * kRowFloats * 4 + thread / kUnitsW * kRowBytes<Type> +
+                     thread % kUnitsW * 16;
+
   const auto fetch = [&](int step) {
-    const int c = step * kDepthTile + load_c;
-#pragma unroll
-    for (int i = 0; i < kLoadsX; ++i) next_x[i].load(x_rows[i], c, cols, vector_x);
-#pragma unroll
-    for (int i = 0; i < kLoadsW; ++i) next_w[i].load(w_rows[i], c, cols, vector_w);
-  };
-  const auto keep = [&](int step) {
-    float* x = stage(step) + load_c * kRowX + load_row;
-    float* w = stage(step) + kDepthTile * kRowX + load_c * kRowW + load_row;
+    const int at = step % kStages * kStageBytes<Type, kBlockM, kBlockN>;
+    const int left_x = cols - step * kDepthTile - thread % kUnitsX * 4;
+    const int left_w = cols - step * kDepthTile - thread % kUnitsW * kUnit;
 #pragma unroll
     for (int i = 0; i < kLoadsX; ++i) {
-      const Quad q = next_x[i].widened();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) x[k * kRowX + i * kLoadRows] = q.v[k];
+      const char* from = x_rows[i] + int64_t{step} * (kDepthTile * 4);
+      char* to = to_x + at + i * (kThreads / kUnitsX) * kRowFloats * 4;
+      stage_unit<4>(to, from, x_rows[i], left_x, vector_x);
     }
 #pragma unroll
     for (int i = 0; i < kLoadsW; ++i) {
-      const Quad q = next_w[i].widened();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) w[k * kRowW + i * kLoadRows] = q.v[k];
+      const char* from = w_rows[i] + int64_t{step} * (kDepthTile * kElement);
+      char* to = to_w + at + i * (kThreads / kUnitsW) * kRowBytes<Type>;
+      stage_unit<kElement>(to, from, w_rows[i], left_w, vector_w);
     }
+    close_copies();
   };
 
   const int warp = thread / 32;
   const int tx = lane_column(thread), ty = lane_row(thread);
-  const int own_m = warp / kWarpsN * 32 + ty * 4, own_n = warp % kWarpsN * 64 + tx * 4;
+  const int own_m = warp / kWarpsN * 32 + ty, own_n = warp % kWarpsN * 64 + tx;
   float sums[8][8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -156,78 +165,76 @@ __global__ void __launch_bounds__(kBlockM* kBlockN / 64, kBlocks)
   }
 
   const int steps = (cols + kDepthTile - 1) / kDepthTile;
-  if (steps > 0) {
-    fetch(0);
-    keep(0);
+#pragma unroll
+  for (int step = 0; step < kStages - 1; ++step) {
+    if (step < steps) {
+      fetch(step);
+    } else {
+      close_copies();
+    }
   }
-  __syncthreads();
   for (int step = 0; step < steps; ++step) {
-    const bool more = step + 1 < steps;
-    if (more) fetch(step + 1);
-    const float* x = stage(step) + own_m;
-    const float* w = stage(step) + kDepthTile * kRowX + own_n;
-    const auto add_column = [&](int k) {
-      Quad a[2], b[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        a[h] = load_quad(x + k * kRowX + 16 * h, 4, true);
-        b[h] = load_quad(w + k * kRowW + 32 * h, 4, true);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          sums[i][j] = __fmaf_rn(a[i / 4].v[i % 4], b[j / 4].v[j % 4], sums[i][j]);
-      }
-    };
+    wait_copies<kStages - 2>();
+    __syncthreads();
+    if (step + kStages - 1 < steps) {
+      fetch(step + kStages - 1);
+    } else {
+      close_copies();
+    }
+    const char* stage = stages + step % kStages * kStageBytes<Type, kBlockM, kBlockN>;
+    const float* x = reinterpret_cast<const float*>(stage) + own_m * kRowFloats;
+    const char* w = stage + kBlockM * kRowFloats * 4 + own_n * kRowBytes<Type>;
     const int depth = min(kDepthTile, cols - step * kDepthTile);
     if (depth == kDepthTile) {
 #pragma unroll
-      for (int k = 0; k < kDepthTile; ++k) add_column(k);
+      for (int k = 0; k < kDepthTile; k += 4) {
+        Quad b[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) b[j] = weights_at<Type>(w + j * 8 * kRowBytes<Type>, k);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const Quad a = load_quad(x + i * 4 * kRowFloats + k, 4, true);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sums[i][j] = __fmaf_rn(a.v[e], b[j].v[e], sums[i][j]);
+          }
+        }
+      }
     } else {
       // Adding 0 * 0 would turn a sum of -0 into +0: the last stage ends where the columns end.
 #pragma unroll 1
-      for (int k = 0; k < depth; ++k) add_column(k);
-    }
-    if (more) keep(step + 1);
-    __syncthreads();
-  }
-
-  const bool vector_y =
-      reinterpret_cast<uintptr_t>(product.y) % 16 == 0 && product.y_stride % 4 == 0;
+      for (int k = 0; k < depth; ++k) {
+        float b[8];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int n = first_n + own_n + 32 * h;
-    const int left = product.rows - n;
-    Quad bias = {};
-    if (product.bias != nullptr) bias = load_quad(product.bias + n, left, false);
+        for (int j = 0; j < 8; ++j) b[j] = weight_at<Type>(w + j * 8 * kRowBytes<Type>, k);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float a = x[i * 4 * kRowFloats + k];
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sums[i][j] = __fmaf_rn(a, b[j], sums[i][j]);
+        }
+      }
+    }
+  }
+  wait_copies<0>();
+
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int n = first_n + own_n + j * 8;
+    if (n >= product.rows) continue;
+    const float bias = product.bias != nullptr ? product.bias[n] : 0.0F;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int row = first_m + own_m + i / 4 * 16 + i % 4;
+      const int row = first_m + own_m + i * 4;
       if (row >= product.m) continue;
-      Quad out;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float sum = sums[i][4 * h + j];
-        out.v[j] = product.bias != nullptr ? sum + bias.v[j] : sum;
-      }
-      store_quad(product.y + row * product.y_stride + n, out, left, vector_y);
+      product.y[row * product.y_stride + n] =
+          product.bias != nullptr ? sums[i][j] + bias : sums[i][j];
     }
   }
 }
 
 // ---------------------------------------------------------------- few rows
-
-/// Four columns c .. c + 3 of a row of FP32 values of `cols`, zeros past the end, to shared memory.
-__device__ __forceinline__ void stage_fp32(float* to, const float* row, int c, int cols,
-                                           bool vector) {
-  const int left = cols - c;
-  if (vector) {
-    copy_behind(to, left > 0 ? row + c : row, left <= 0 ? 0 : left < 4 ? 4 * left : 16);
-  } else {
-    store_quad(to, load_quad(row + c, left, false), 4, true);
-  }
-}
 
 constexpr int kFewRows = 16;
 constexpr int kFewThreads = 128;
@@ -263,27 +270,18 @@ __global__ void __launch_bounds__(kFewThreads)
     const int begin = step * kFewDepth;
     for (int i = thread; i < kFewOutputs * kRowChunks; i += kFewThreads) {
       const int r = i / kRowChunks, c = begin + i % kRowChunks * kChunk;
-      char* to = stage + r * kFewRowBytes<Type> + i % kRowChunks * 16;
       const char* row = static_cast<const char*>(product.w) +
                         min(first_n + r, product.rows - 1) * product.w_stride * kElement;
-      const int left = cols - c;
-      if (product.vector_w) {
-        copy_behind(to, left > 0 ? row + int64_t{c} * kElement : row,
-                    left <= 0 ? 0 : min(left, kChunk) * kElement);
-      } else if constexpr (Type == WeightType::fp32) {
-        for (int k = 0; k < kChunk && k < left; ++k)
-          reinterpret_cast<float*>(to)[k] = reinterpret_cast<const float*>(row)[c + k];
-      } else {
-        for (int k = 0; k < kChunk && k < left; ++k)
-          reinterpret_cast<uint16_t*>(to)[k] = reinterpret_cast<const uint16_t*>(row)[c + k];
-      }
+      stage_unit<kElement>(stage + r * kFewRowBytes<Type> + i % kRowChunks * 16,
+                           row + int64_t{c} * kElement, row, cols - c, product.vector_w);
     }
-    float* x_stage = reinterpret_cast<float*>(stage + kFewOutputs * kFewRowBytes<Type>);
+    char* x_stage = stage + kFewOutputs * kFewRowBytes<Type>;
     for (int i = thread; i < m * (kFewDepth / 4); i += kFewThreads) {
       const int r = i / (kFewDepth / 4), c = i % (kFewDepth / 4) * 4;
-      const float* row =
-          product.x + (product.x_rows != nullptr ? product.x_rows[r] : r) * product.x_stride;
-      stage_fp32(x_stage + r * kFewDepth + c, row, begin + c, cols, product.vector_x);
+      const char* row = reinterpret_cast<const char*>(
+          product.x + (product.x_rows != nullptr ? product.x_rows[r] : r) * product.x_stride);
+      stage_unit<4>(x_stage + (r * kFewDepth + c) * 4, row + int64_t{begin + c} * 4, row,
+                    cols - begin - c, product.vector_x);
     }
     close_copies();
   };
@@ -312,17 +310,10 @@ __global__ void __launch_bounds__(kFewThreads)
     const float* x =
         reinterpret_cast<const float*>(stage + kFewOutputs * kFewRowBytes<Type>) + warp * kFewDepth;
     const int depth = min(kFewDepth, cols - step * kFewDepth);
-    const auto four = [&](int k) {
-      if constexpr (Type == WeightType::fp32) {
-        return load_quad(reinterpret_cast<const float*>(w) + k, 4, true);
-      } else {
-        return load_quad<Type>(reinterpret_cast<const uint16_t*>(w) + k, 4, true);
-      }
-    };
     const auto walk = [&](auto rows) {
       constexpr int kRows = decltype(rows)::value;
       const auto step_of_four = [&](int k) {
-        const Quad b = four(k);
+        const Quad b = weights_at<Type>(w, k);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const Quad a = load_quad(x + i * 4 * kFewDepth + k, 4, true);
@@ -337,12 +328,7 @@ __global__ void __launch_bounds__(kFewThreads)
       }
       for (int k = 0; k + 4 <= depth; k += 4) step_of_four(k);
       for (int k = depth / 4 * 4; k < depth; ++k) {
-        float b;
-        if constexpr (Type == WeightType::fp32) {
-          b = reinterpret_cast<const float*>(w)[k];
-        } else {
-          b = widen_code<Type>(reinterpret_cast<const uint16_t*>(w)[k]);
-        }
+        const float b = weight_at<Type>(w, k);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) sums[i] = __fmaf_rn(x[i * 4 * kFewDepth + k], b, sums[i]);
       }
@@ -382,23 +368,17 @@ Product product_of(const LinearJob& job) {
   product.first_tile = 0;
   product.vector_x = reinterpret_cast<uintptr_t>(job.x) % 16 == 0 &&
                      (job.x_stride % 4 == 0 || (job.m == 1 && job.x_rows == nullptr));
-  product.vector_w = false;
+  product.vector_w = reinterpret_cast<uintptr_t>(job.w.data) % 16 == 0 &&
+                     (job.w.stride * weight_bytes(job.w.type) % 16 == 0 || job.w.rows == 1);
   return product;
-}
-
-bool rows_start_on(const LinearJob& job, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(job.w.data) % static_cast<uintptr_t>(bytes) == 0 &&
-         (job.w.stride * weight_bytes(job.w.type) % bytes == 0 || job.w.rows == 1);
 }
 
 /// kernel over all products; `list` has their first tiles.
 template <class Kernel>
 void launch(Kernel kernel, unsigned tiles, int threads, size_t shared,
             const std::vector<Product>& list, cudaStream_t stream) {
-  if (shared > 0) {
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared)));
-  }
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shared)));
   Products products;
   products.table = nullptr;
   products.count = static_cast<int>(list.size());
@@ -416,14 +396,15 @@ void launch(Kernel kernel, unsigned tiles, int threads, size_t shared,
   CUDA_CHECK(cudaGetLastError());
 }
 
-template <WeightType Type, int kBlockM, int kBlockN, int kBlocks>
+template <WeightType Type, int kBlockM, int kBlockN, int kBlocks, int kStages>
 void launch_tiles(std::vector<Product>& list, cudaStream_t stream) {
   uint32_t tiles = 0;
   for (Product& product : list) {
     product.first_tile = tiles;
     tiles += static_cast<uint32_t>(ceil_div(product.m, kBlockM) * ceil_div(product.rows, kBlockN));
   }
-  launch(multiply<Type, kBlockM, kBlockN, kBlocks>, tiles, kBlockM * kBlockN / 64, 0, list, stream);
+  launch(multiply<Type, kBlockM, kBlockN, kBlocks, kStages>, tiles, kBlockM * kBlockN / 64,
+         kStages * kStageBytes<Type, kBlockM, kBlockN>, list, stream);
 }
 
 template <WeightType Type>
@@ -435,13 +416,11 @@ void launch_type(std::span<const LinearJob> jobs, cudaStream_t stream) {
     if (job.w.type != Type || job.m == 0 || job.w.rows == 0) continue;
     Product product = product_of(job);
     if (job.m <= kFewRows) {
-      product.vector_w = rows_start_on(job, 16);
       product.first_tile = few_tiles;
       few_tiles += static_cast<uint32_t>(ceil_div(job.w.rows, kFewOutputs));
       few.push_back(product);
       continue;
     }
-    product.vector_w = rows_start_on(job, 4 * weight_bytes(Type));
     large += ceil_div(job.m, 128) * ceil_div(job.w.rows, 128);
     small += ceil_div(job.m, 64) * ceil_div(job.w.rows, 128);
     many.push_back(product);
@@ -455,12 +434,14 @@ void launch_type(std::span<const LinearJob> jobs, cudaStream_t stream) {
   CUDA_CHECK(cudaGetDevice(&device));
   CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   // The multiprocessor with the most tiles ends last; a small tile is half a large one, and a
-  // little slower.
-  if (1.06 * static_cast<double>(ceil_div(small, multiprocessors)) <
-      2.0 * static_cast<double>(ceil_div(large, multiprocessors))) {
-    launch_tiles<Type, 64, 128, 3>(many, stream);
+  // little slower. Where few share a multiprocessor, each has more registers and stages.
+  if (small <= 2 * multiprocessors) {
+    launch_tiles<Type, 64, 128, 2, 3>(many, stream);
+  } else if (1.06 * static_cast<double>(ceil_div(small, multiprocessors)) <
+             2.0 * static_cast<double>(ceil_div(large, multiprocessors))) {
+    launch_tiles<Type, 64, 128, 3, 2>(many, stream);
   } else {
-    launch_tiles<Type, 128, 128, 1>(many, stream);
+    launch_tiles<Type, 128, 128, 1, 2>(many, stream);
   }
 }
 

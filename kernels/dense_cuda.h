@@ -14,7 +14,8 @@ namespace replayeval {
 /// linear over several jobs: x, x_rows, w.data, bias and y of each are device memory; the table of
 /// jobs itself is read on the host before the call returns. Outputs must not overlap, nor an output
 /// an input. Jobs of up to 16 rows share one launch, the others another. Any alignment and stride
-/// is right; rows of x and w that start on multiples of 16 bytes (8 for 16-bit weights) are fast.
+/// is right; rows of x and w that start on multiples of 16 bytes are fast, and many rows in one job
+/// are faster than the same rows in several calls.
 /// Throws std::invalid_argument as linear, std::runtime_error for errors of the device.
 void linear_cuda(std::span<const LinearJob> jobs, CudaStream stream = nullptr);
 

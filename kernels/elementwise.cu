@@ -191,6 +191,7 @@ __global__ void __launch_bounds__(kNormThreads)
   const int group = static_cast<int>(plan.group);
   const int quads = (group + 15) / 16 * 4;
   if (staged) {
+#pragma unroll 4
     for (int q = static_cast<int>(threadIdx.x); q < quads; q += static_cast<int>(blockDim.x)) {
       store_quad(values + 4 * q, norm_input<kWhole>(plan, row, first + 4 * q, group - 4 * q), 4,
                  true);
@@ -604,9 +605,10 @@ void rms_norm_cuda(const RmsNorm& norm, const float* x, int64_t x_stride, const 
       const auto kernel = norm_large<type(), whole_quads()>;
       CUDA_CHECK(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormBytes));
-      // As many threads as divide the quads evenly, in whole warps.
+      // Four quads a thread or more, evenly, in whole warps.
       const int64_t quads = ceil_div(group, 4);
-      const int64_t threads = ceil_div(ceil_div(quads, ceil_div(quads, kNormThreads)), 32) * 32;
+      const int64_t own = std::max<int64_t>(4, ceil_div(quads, kNormThreads));
+      const int64_t threads = ceil_div(ceil_div(quads, own), 32) * 32;
       kernel<<<static_cast<unsigned>(groups), static_cast<unsigned>(threads), staged ? bytes : 0,
                stream>>>(plan, static_cast<uint32_t>(row_groups), staged);
     });
