@@ -2,13 +2,13 @@
 // to shared memory in copies that need no thread while the keys of the window are normalised and
 // multiplied; then a thread owns a row of the state, so that each of its two sums over key_dim (S k
 // and S q) is one chain, in the order of kernels/gdn.h. Rows that flush are served by a second
-// kernel, which is the window code of the chunk kernels on the ring.
+// kernel, which is the window code of the chunk kernels on the ring. Plain FP32 checkpoints have a
+// kernel of their own (gdn_decode_fp32.cu).
 #include <cmath>
 #include <stdexcept>
 #include <string>
 
-#include "kernels/activation.cuh"
-#include "kernels/decode_cuda.h"
+#include "kernels/decode_tiles.cuh"
 #include "kernels/gdn_block.cuh"
 
 namespace replayeval {
@@ -430,6 +430,7 @@ void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
       !step.ring_beta) {
     refuse("an array is null");
   }
+  if (gdn_decode_fp32(layer, plan, rows, states, step, stream)) return;
   std::vector<RandomKey> heads(static_cast<size_t>(layer.value_heads));
   for (int h = 0; h < layer.value_heads; ++h) {
     heads[static_cast<size_t>(h)].layer = static_cast<uint32_t>(layer.layer);

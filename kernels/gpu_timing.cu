@@ -161,24 +161,47 @@ class DecodeBench {
       ring_v_ = add_ring(v_, v, w.activation);
       ring_g_ = add_ring(g_, static_cast<size_t>(heads_), RecordType::fp32);
       ring_beta_ = add_ring(beta_, static_cast<size_t>(heads_), RecordType::fp32);
-      // Earlier corrections; the two rows that are checked get theirs from the host.
+      // Earlier corrections; the rows that are checked get theirs from the host.
       ring_u_ = add_ring(std::vector<float>(v_.size(), 0.0f), v, w.plan.ring_u);
+      for (int r : checked_rows()) {
+        std::vector<std::byte> recurrence = rows_of(recurrence_, r), read = rows_of(read_, r);
+        const std::vector<std::byte> u = as_type(
+            host_tokens(r, pending_[static_cast<size_t>(r)], &recurrence, &read), w.plan.ring_u);
+        const size_t ring =
+            v * static_cast<size_t>(window) * (w.plan.ring_u == RecordType::bf16 ? 2 : 4);
+        if (!u.empty())
+          copy_to_device(ring_u_[0] + static_cast<size_t>(r) * ring, u.data(), u.size());
+      }
     }
   }
 
   DecodeTiming run() {
     DecodeTiming timing;
-    std::vector<int> checked = {0, w_.rows - 1};
+    const std::vector<int> checked = checked_rows();
     for (int r : checked)
       before_.push_back(rows_of(recurrence_, r)), before_read_.push_back(rows_of(read_, r));
     const int window = w_.plan.window;
-    steps_ = 0;
-    for (int i = 0; i < window; ++i) step();
+    // A cycle as a graph: decoding fixed shapes is captured in practice, and a step of one row
+    // would else be timed by its launches.
     cuda_synchronize();
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t cycle;
+    CUDA_CHECK(cudaStreamCreate(&stream));
+    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < window; ++i) step(stream);
+    CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+    CUDA_CHECK(cudaGraphInstantiate(&cycle, graph, 0));
+    CUDA_CHECK(cudaGraphLaunch(cycle, stream));
+    cuda_synchronize(stream);
     CudaTimer timer;
-    timer.start();
-    for (int i = 0; i < w_.cycles * window; ++i) step();
-    timing.seconds = timer.stop() / (w_.cycles * window * w_.layers);
+    timer.start(stream);
+    for (int i = 0; i < w_.cycles; ++i) CUDA_CHECK(cudaGraphLaunch(cycle, stream));
+    timing.seconds = timer.stop(stream) / (w_.cycles * window * w_.layers);
+    steps_ = (w_.cycles + 1) * window;
+    cudaGraphExecDestroy(cycle);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
     timing.bytes = bytes();
     if (!w_.only_reads) {
       for (size_t i = 0; i < checked.size() && timing.difference.empty(); ++i)
@@ -228,7 +251,7 @@ class DecodeBench {
     return bytes;
   }
 
-  void step() {
+  void step(cudaStream_t stream) {
     for (int l = 0; l < w_.layers; ++l) {
       if (!w_.is_gdn) {
         Mamba2Layer layer = w_.mamba2;
@@ -238,7 +261,7 @@ class DecodeBench {
         in.ring_x = ring_x_[l];
         in.ring_b = ring_b_[l];
         in.ring_dt = reinterpret_cast<float*>(ring_dt_[l]);
-        mamba2_decode_cuda(layer, w_.plan, rows_, states(l), in);
+        mamba2_decode_cuda(layer, w_.plan, rows_, states(l), in, stream);
       } else {
         GdnDecodeStep in = gdn_step_;
         in.ring_k = ring_k_[l];
@@ -246,11 +269,10 @@ class DecodeBench {
         in.ring_u = ring_u_[l];
         in.ring_decay = reinterpret_cast<float*>(ring_g_[l]);
         in.ring_beta = reinterpret_cast<float*>(ring_beta_[l]);
-        gdn_decode_cuda(w_.gdn, w_.plan, rows_, states(l), in);
+        gdn_decode_cuda(w_.gdn, w_.plan, rows_, states(l), in, stream);
       }
     }
-    ++steps_;
-    if (!w_.only_reads) decode_step_cuda(rows_, w_.plan.window);
+    if (!w_.only_reads) decode_step_cuda(rows_, w_.plan.window, stream);
   }
 
   double bytes() const {
@@ -282,25 +304,30 @@ class DecodeBench {
                       (1 - flushes) * record + io);
   }
 
-  /// Repeats a row of layer 0 on the host.
-  std::string check(int r, size_t index) {
-    const int h = pending_[static_cast<size_t>(r)], tokens = steps_, all = h + tokens;
+  std::vector<int> checked_rows() const {
+    return w_.rows == 1 ? std::vector<int>{0} : std::vector<int>{0, w_.rows - 1};
+  }
+  /// A row of layer 0 on the host, `tokens` tokens from an empty ring on; GDN: their corrections.
+  std::vector<float> host_tokens(int r, int tokens, std::vector<std::byte>* recurrence,
+                                 std::vector<std::byte>* read) const {
+    const size_t index = static_cast<size_t>(r);
     StateRow row;
-    std::vector<HeadPlan> plans = {w_.plan};
-    int pending = h;
-    std::vector<std::byte> recurrence = before_[index], read = before_read_[index];
-    row.position = position_[static_cast<size_t>(r)];
-    row.stream = stream_[static_cast<size_t>(r)];
+    const std::vector<HeadPlan> plans = {w_.plan};
+    int pending = 0;
+    row.position = position_[index] - pending_[index];
+    row.stream = stream_[index];
     row.plans = plans;
     row.pending = &pending;
-    row.recurrence = recurrence.data();
+    row.recurrence = recurrence->data();
     row.recurrence_stride = recurrence_.head_stride;
-    row.read = read.empty() ? nullptr : read.data();
+    row.read = read->empty() ? nullptr : read->data();
     row.read_stride = read_.head_stride;
     const auto of_row = [&](const std::vector<float>& x) {
       const size_t width = x.size() / static_cast<size_t>(w_.rows);
-      return repeated(std::vector<float>(x.begin() + r * width, x.begin() + (r + 1) * width), all);
+      return repeated(std::vector<float>(x.begin() + r * width, x.begin() + (r + 1) * width),
+                      tokens);
     };
+    if (tokens == 0) return {};
     if (!w_.is_gdn) {
       const auto x = of_row(x_), b = of_row(b_), c = of_row(c_), dt = of_row(dt_);
       std::vector<float> y(x.size());
@@ -308,34 +335,39 @@ class DecodeBench {
       layer.decay_log2 = decay_.data();
       layer.skip = skip_.data();
       Mamba2Inputs in;
-      in.x_stride = in.y_stride = static_cast<int64_t>(x.size()) / all;
-      in.b_stride = in.c_stride = static_cast<int64_t>(b.size()) / all;
+      in.x_stride = in.y_stride = static_cast<int64_t>(x.size()) / tokens;
+      in.b_stride = in.c_stride = static_cast<int64_t>(b.size()) / tokens;
       in.dt_stride = heads_;
       in.tokens = tokens;
-      in.x = x.data() + h * in.x_stride;
-      in.b = b.data() + h * in.b_stride;
-      in.c = c.data() + h * in.c_stride;
-      in.dt = dt.data() + h * in.dt_stride;
-      in.y = y.data() + h * in.y_stride;
+      in.x = x.data();
+      in.b = b.data();
+      in.c = c.data();
+      in.dt = dt.data();
+      in.y = y.data();
       mamba2_advance(layer, {&row, 1}, {&in, 1}, AdvanceMode::commit, KernelForm::fast);
-    } else {
-      const auto q = of_row(q_), k = of_row(k_), v = of_row(v_), g = of_row(g_),
-                 beta = of_row(beta_);
-      std::vector<float> o(v.size()), u(v.size(), 0.0f);
-      GdnInputs in;
-      in.q_stride = in.k_stride = static_cast<int64_t>(k.size()) / all;
-      in.v_stride = in.o_stride = in.u_stride = static_cast<int64_t>(v.size()) / all;
-      in.decay_stride = in.beta_stride = heads_;
-      in.tokens = tokens;
-      in.q = q.data() + h * in.q_stride;
-      in.k = k.data() + h * in.k_stride;
-      in.v = v.data() + h * in.v_stride;
-      in.decay_log2 = g.data() + h * in.decay_stride;
-      in.beta = beta.data() + h * in.beta_stride;
-      in.u = u.data() + h * in.u_stride;
-      in.o = o.data() + h * in.o_stride;
-      gdn_advance(w_.gdn, {&row, 1}, {&in, 1}, AdvanceMode::commit, KernelForm::fast);
+      return {};
     }
+    const auto q = of_row(q_), k = of_row(k_), v = of_row(v_), g = of_row(g_), beta = of_row(beta_);
+    std::vector<float> o(v.size()), u(v.size(), 0.0f);
+    GdnInputs in;
+    in.q_stride = in.k_stride = static_cast<int64_t>(k.size()) / tokens;
+    in.v_stride = in.o_stride = in.u_stride = static_cast<int64_t>(v.size()) / tokens;
+    in.decay_stride = in.beta_stride = heads_;
+    in.tokens = tokens;
+    in.q = q.data();
+    in.k = k.data();
+    in.v = v.data();
+    in.decay_log2 = g.data();
+    in.beta = beta.data();
+    in.u = u.data();
+    in.o = o.data();
+    gdn_advance(w_.gdn, {&row, 1}, {&in, 1}, AdvanceMode::commit, KernelForm::fast);
+    return u;
+  }
+  /// Repeats a row of layer 0 on the host and compares.
+  std::string check(int r, size_t index) {
+    std::vector<std::byte> recurrence = before_[index], read = before_read_[index];
+    host_tokens(r, pending_[static_cast<size_t>(r)] + steps_, &recurrence, &read);
     const std::vector<std::byte> got = rows_of(recurrence_, r), got_read = rows_of(read_, r);
     const auto compare = [&](const std::vector<std::byte>& a, const std::vector<std::byte>& b,
                              const char* role) {

@@ -1,13 +1,10 @@
-// One token of Mamba-2 (decode_cuda.h). A block serves one head of one row. Bound by memory: a
-// plain FP32 state is read straight into registers, four threads a row of 128 numbers, so that the
-// sums over state_dim have the order of kernels/mamba2.h without a barrier, and is folded there
-// when the step flushes; other formats are read packed into shared memory and decoded on the way
-// into the sums, and flushed by the block codec.
+// One token of Mamba-2 (decode_cuda.h). A block serves one head of one row: its checkpoint is read
+// packed into shared memory and decoded on the way into the sums, and flushed by the block codec.
+// Plain FP32 checkpoints have a kernel of their own (mamba2_decode_fp32.cu).
 #include <stdexcept>
 #include <string>
 
-#include "kernels/activation.cuh"
-#include "kernels/decode_cuda.h"
+#include "kernels/decode_tiles.cuh"
 #include "kernels/mamba2_block.cuh"
 
 namespace replayeval {
@@ -24,7 +21,6 @@ struct DecodeLaunch {
       formats[2];  // recurrence, read; arguments of a kernel, so that nothing is sent before it
   float fixed_scales[2 * kMostHeads];
   DevicePlan plan;
-  bool plain;         // shared, plain FP32
   size_t read_bytes;  // packed head that non-flush steps read
   PackedLayout read_layout;
   Span read_span;
@@ -216,111 +212,6 @@ struct DecodeBlock {
     __syncthreads();
   }
 };
-
-/// Plain FP32, shared, output of a flush from the folded state: kN16 groups of 16 numbers a row,
-/// kRows rows a group of four threads at a time.
-template <class Act, int kN16, int kRows>
-__global__ void __launch_bounds__(256, 2) decode_plain(const __grid_constant__ DecodeLaunch p) {
-  extern __shared__ __align__(16) std::byte shared[];
-  DecodeBlock<Act> block(p, reinterpret_cast<float*>(shared));
-  const Mamba2Layer& layer = p.layer;
-  float* work = block.work;
-  const DecodeLayout& at = block.at;
-  block.copy_ring(reinterpret_cast<std::byte*>(work + at.large));
-  float* state = reinterpret_cast<float*>(p.states.recurrence + block.row * p.states.row_stride +
-                                          block.head * p.states.head_stride);
-  const int part = threadIdx.x & 3, own = threadIdx.x >> 2, groups = blockDim.x >> 2;
-  const bool flush = block.t + 1 == p.plan.window;  // the output comes from the folded state then
-  bool prepared = false;
-  uint32_t non_finite = 0, saturated = 0;
-  for (int r0 = 0; r0 < layer.head_dim; r0 += kRows * groups) {
-    float4 s[kRows][kN16];
-    int rows[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      rows[i] = r0 + i * groups + own;
-      const float* from =
-          state + int64_t{min(rows[i], layer.head_dim - 1)} * (16 * kN16) + 4 * part;
-#pragma unroll
-      for (int m = 0; m < kN16; ++m)
-        s[i][m] = __ldcs(reinterpret_cast<const float4*>(from + 16 * m));
-    }
-    if (!prepared) {
-      block.take_inputs(flush);
-      wait_for_copies();
-      __syncthreads();
-      if (!flush) block.read_weights();
-    }
-    const auto dots = [&] {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int m = 0; m < kN16; ++m)
-          sum = fma4(s[i][m], load4(work + at.c + 16 * m + 4 * part), sum);
-        const float total = sum_of_lanes(sum);
-        if (part == 0 && rows[i] < layer.head_dim) work[at.z + rows[i]] = total;
-      }
-    };
-    if (!flush) dots();
-    if (flush) {
-      if (!prepared) block.fold_operands();
-      const float carry = work[at.weights + p.plan.window];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int m = 0; m < kN16; ++m) {
-          s[i][m] = make_float4(carry * s[i][m].x, carry * s[i][m].y, carry * s[i][m].z,
-                                carry * s[i][m].w);
-        }
-      }
-      for (int j = 0; j <= block.t; ++j) {
-        float u[kRows];
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-          u[i] = work[at.u + j * at.p_row + min(rows[i], layer.head_dim - 1)];
-#pragma unroll
-        for (int m = 0; m < kN16; ++m) {
-          const float4 v = load4(work + at.b + j * at.n_row + 16 * m + 4 * part);
-#pragma unroll
-          for (int i = 0; i < kRows; ++i) s[i][m] = fma1(u[i], v, s[i][m]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (rows[i] >= layer.head_dim) continue;
-        float* to = state + int64_t{rows[i]} * (16 * kN16) + 4 * part;
-#pragma unroll
-        for (int m = 0; m < kN16; ++m) {
-          __stcs(reinterpret_cast<float4*>(to + 16 * m), s[i][m]);
-          const float4 v = s[i][m];
-          for (float e : {v.x, v.y, v.z, v.w}) {
-            non_finite += magnitude(e) <= kFloatMax ? 0 : 1;
-            saturated += magnitude(e) == __int_as_float(0x7F800000) ? 1 : 0;
-          }
-        }
-      }
-      dots();
-    }
-    prepared = true;
-  }
-  __syncthreads();
-  if (flush) {
-    for (int i = threadIdx.x; i < layer.head_dim; i += blockDim.x) block.output(i, work[at.z + i]);
-  } else {
-    block.window_output();
-  }
-  if (!flush || !p.states.health) return;
-  ThreadCounts counts;
-  counts.non_finite = non_finite;
-  counts.saturated = saturated;
-  HeadHealth* health = p.states.health + int64_t{block.row} * layer.heads + block.head;
-  add_health(&health->encode, static_cast<uint64_t>(layer.head_dim) * layer.state_dim, counts);
-  if (__syncthreads_or(non_finite > 0) && threadIdx.x == 0 &&
-      health->first_non_finite_position < 0) {
-    health->first_non_finite_position = p.rows.position[block.row];
-  }
-}
 
 template <class Act>
 __device__ void flush_head(const DecodeLaunch& p, int row, int head, std::byte* shared) {
@@ -526,13 +417,6 @@ bool same_float(const FormatDescriptor& d, const FloatFormat& f) {
 }
 
 template <class Act>
-Kernel plain_kernel(int state_dim) {
-  return state_dim == 128  ? decode_plain<Act, 8, 2>
-         : state_dim == 64 ? decode_plain<Act, 4, 2>
-                           : decode_plain<Act, 16, 1>;
-}
-
-template <class Act>
 Kernel read_kernel(const FormatDescriptor& read) {
   using namespace block_codec;
   if (read.element == ElementKind::fp32) return decode_read<Act, LoadRule<Fp32Rule>>;
@@ -586,6 +470,7 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
       !step.ring_x || !step.ring_dt || !step.ring_b) {
     refuse("an array is null");
   }
+  if (mamba2_decode_fp32(layer, plan, rows, states, step, stream)) return;
   const StateShape shape{layer.head_dim, layer.state_dim};
   std::vector<RandomKey> heads(static_cast<size_t>(layer.heads));
   for (int h = 0; h < layer.heads; ++h) {
@@ -598,9 +483,6 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
   launch.states = states;
   launch.step = step;
   const StateFormat& read = plan.read ? *plan.read->format : *plan.recurrence.format;
-  launch.plain = !plan.read && is_plain_fp32(*plan.recurrence.format) &&
-                 plan.flush_output == FlushOutput::recurrence &&
-                 (layer.state_dim == 64 || layer.state_dim == 128 || layer.state_dim == 256);
   launch.read_bytes = packed_bytes(read, shape);
   launch.plan.window = plan.window;
   launch.plan.flush_output = plan.flush_output;
@@ -616,7 +498,6 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
                  launch.read_layout.block_columns == 16 && launch.read_layout.outer_count == 1;
   launch.plan.read = -1;
   const bool bf16 = step.activation == RecordType::bf16;
-  // Two rows for four threads where the state goes to registers.
   const int threads = std::clamp((2 * layer.head_dim + 31) / 32 * 32, 64, 256);
   const auto start = [&](Kernel kernel, dim3 grid, int threads, size_t shared) {
     if (shared > block_shared_limit()) {
@@ -632,12 +513,6 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
   const dim3 all(static_cast<unsigned>(rows.rows * layer.heads));
   const size_t ring_bytes =
       static_cast<size_t>(plan.window) * (layer.head_dim + layer.state_dim) * (bf16 ? 2 : 4);
-  if (launch.plain) {
-    start(
-        bf16 ? plain_kernel<__nv_bfloat16>(layer.state_dim) : plain_kernel<float>(layer.state_dim),
-        all, threads, static_cast<size_t>(at.large) * sizeof(float) + ring_bytes);
-    return;
-  }
   FormatTable formats(heads);
   launch.plan.recurrence = formats.add(*plan.recurrence.format);
   if (plan.read) launch.plan.read = formats.add(*plan.read->format);
