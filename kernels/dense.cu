@@ -48,9 +48,6 @@ __device__ __forceinline__ const Product& find_product(const Products& products,
   return list[low];
 }
 
-constexpr int kDepthTile = 32;              // columns of x and w in a stage
-constexpr int kRowFloats = kDepthTile + 4;  // of shared memory: eight rows touch every bank once
-
 /// The first n (any number) elements of 16 bytes to shared memory. `vector`: behind the thread's
 /// back, with zeros after them; `row` is any place that exists.
 template <int kElement>
@@ -68,9 +65,9 @@ __device__ __forceinline__ void stage_unit(char* to, const char* from, const cha
   }
 }
 
-/// Weights k .. k + 3, and weight k, of a row in shared memory.
+/// Values k .. k + 3, and value k, of a row in shared memory.
 template <WeightType Type>
-__device__ __forceinline__ Quad weights_at(const char* row, int k) {
+__device__ __forceinline__ Quad four_at(const char* row, int k) {
   if constexpr (Type == WeightType::fp32) {
     return load_quad(reinterpret_cast<const float*>(row) + k, 4, true);
   } else {
@@ -78,7 +75,7 @@ __device__ __forceinline__ Quad weights_at(const char* row, int k) {
   }
 }
 template <WeightType Type>
-__device__ __forceinline__ float weight_at(const char* row, int k) {
+__device__ __forceinline__ float value_at(const char* row, int k) {
   if constexpr (Type == WeightType::fp32) {
     return reinterpret_cast<const float*>(row)[k];
   } else {
@@ -86,20 +83,29 @@ __device__ __forceinline__ float weight_at(const char* row, int k) {
   }
 }
 
-/// Bytes of a row of w in a stage: 16-bit weights stay as they are.
-template <WeightType Type>
-constexpr int kRowBytes = kDepthTile* static_cast<int>(weight_bytes(Type)) + 16;
-template <WeightType Type, int kBlockM, int kBlockN>
-constexpr int kStageBytes = kBlockM* kRowFloats * 4 + kBlockN* kRowBytes<Type>;
+/// How a launch cuts its products: outputs and columns of x and w of a stage, stages, and blocks of
+/// a multiprocessor.
+template <WeightType kWeights, int kM, int kN, int kColumns, int kStageCount, int kBlockCount>
+struct Cut {
+  static constexpr WeightType kType = kWeights;
+  static constexpr int kBlockM = kM, kBlockN = kN;
+  static constexpr int kDepthTile = kColumns, kStages = kStageCount, kBlocks = kBlockCount;
+  static constexpr int kThreads = kBlockM * kBlockN / 64;
+  static constexpr int kElement = static_cast<int>(weight_bytes(kType));
+  // Rows in shared memory, 16-bit weights as they are: eight neighbours touch every bank once.
+  static constexpr int kRowX = kDepthTile * 4 + 16, kRowW = kDepthTile * kElement + 16;
+  static constexpr int kStageBytes = kBlockM * kRowX + kBlockN * kRowW;
+};
 
-/// kBlockM x kBlockN outputs a block, 8 x 8 a thread: rows ty + 4 i, columns tx + 8 j of a warp's
-/// 32 x 64.
-template <WeightType Type, int kBlockM, int kBlockN, int kBlocks, int kStages>
-__global__ void __launch_bounds__(kBlockM* kBlockN / 64, kBlocks)
+/// 8 x 8 outputs a thread: rows ty + 4 i, columns tx + 8 j of a warp's 32 x 64.
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     multiply(const __grid_constant__ Products products) {
-  constexpr int kThreads = kBlockM * kBlockN / 64;
+  constexpr WeightType kType = C::kType;
+  constexpr int kBlockM = C::kBlockM, kBlockN = C::kBlockN, kThreads = C::kThreads;
+  constexpr int kDepthTile = C::kDepthTile, kStages = C::kStages, kElement = C::kElement;
+  constexpr int kRowX = C::kRowX, kRowW = C::kRowW;
   constexpr int kWarpsN = kBlockN / 64;
-  constexpr int kElement = static_cast<int>(weight_bytes(Type));
   constexpr int kUnit = 16 / kElement;  // weights of 16 bytes
   constexpr int kUnitsX = kDepthTile / 4, kUnitsW = kDepthTile / kUnit;
   constexpr int kLoadsX = kBlockM * kUnitsX / kThreads, kLoadsW = kBlockN * kUnitsW / kThreads;
@@ -131,24 +137,23 @@ __global__ void __launch_bounds__(kBlockM* kBlockN / 64, kBlocks)
                 (row * product.w_stride + thread % kUnitsW * kUnit) * kElement;
   }
   const bool vector_x = product.vector_x, vector_w = product.vector_w;
-  char* const to_x = stages + thread / kUnitsX * kRowFloats * 4 + thread % kUnitsX * 16;
-  char* const to_w = stages + kBlockM * kRowFloats * 4 + thread / kUnitsW * kRowBytes<Type> +
-                     thread % kUnitsW * 16;
+  char* const to_x = stages + thread / kUnitsX * kRowX + thread % kUnitsX * 16;
+  char* const to_w = stages + kBlockM * kRowX + thread / kUnitsW * kRowW + thread % kUnitsW * 16;
 
   const auto fetch = [&](int step) {
-    const int at = step % kStages * kStageBytes<Type, kBlockM, kBlockN>;
+    const int at = step % kStages * C::kStageBytes;
     const int left_x = cols - step * kDepthTile - thread % kUnitsX * 4;
     const int left_w = cols - step * kDepthTile - thread % kUnitsW * kUnit;
 #pragma unroll
     for (int i = 0; i < kLoadsX; ++i) {
       const char* from = x_rows[i] + int64_t{step} * (kDepthTile * 4);
-      char* to = to_x + at + i * (kThreads / kUnitsX) * kRowFloats * 4;
+      char* to = to_x + at + i * (kThreads / kUnitsX) * kRowX;
       stage_unit<4>(to, from, x_rows[i], left_x, vector_x);
     }
 #pragma unroll
     for (int i = 0; i < kLoadsW; ++i) {
       const char* from = w_rows[i] + int64_t{step} * (kDepthTile * kElement);
-      char* to = to_w + at + i * (kThreads / kUnitsW) * kRowBytes<Type>;
+      char* to = to_w + at + i * (kThreads / kUnitsW) * kRowW;
       stage_unit<kElement>(to, from, w_rows[i], left_w, vector_w);
     }
     close_copies();
@@ -181,19 +186,19 @@ __global__ void __launch_bounds__(kBlockM* kBlockN / 64, kBlocks)
     } else {
       close_copies();
     }
-    const char* stage = stages + step % kStages * kStageBytes<Type, kBlockM, kBlockN>;
-    const float* x = reinterpret_cast<const float*>(stage) + own_m * kRowFloats;
-    const char* w = stage + kBlockM * kRowFloats * 4 + own_n * kRowBytes<Type>;
+    const char* stage = stages + step % kStages * C::kStageBytes;
+    const char* x = stage + own_m * kRowX;
+    const char* w = stage + kBlockM * kRowX + own_n * kRowW;
     const int depth = min(kDepthTile, cols - step * kDepthTile);
     if (depth == kDepthTile) {
-#pragma unroll
+#pragma unroll 4
       for (int k = 0; k < kDepthTile; k += 4) {
         Quad b[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) b[j] = weights_at<Type>(w + j * 8 * kRowBytes<Type>, k);
+        for (int j = 0; j < 8; ++j) b[j] = four_at<kType>(w + j * 8 * kRowW, k);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const Quad a = load_quad(x + i * 4 * kRowFloats + k, 4, true);
+          const Quad a = four_at<WeightType::fp32>(x + i * 4 * kRowX, k);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
 #pragma unroll
@@ -207,10 +212,10 @@ __global__ void __launch_bounds__(kBlockM* kBlockN / 64, kBlocks)
       for (int k = 0; k < depth; ++k) {
         float b[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) b[j] = weight_at<Type>(w + j * 8 * kRowBytes<Type>, k);
+        for (int j = 0; j < 8; ++j) b[j] = value_at<kType>(w + j * 8 * kRowW, k);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float a = x[i * 4 * kRowFloats + k];
+          const float a = value_at<WeightType::fp32>(x + i * 4 * kRowX, k);
 #pragma unroll
           for (int j = 0; j < 8; ++j) sums[i][j] = __fmaf_rn(a, b[j], sums[i][j]);
         }
@@ -313,7 +318,7 @@ __global__ void __launch_bounds__(kFewThreads)
     const auto walk = [&](auto rows) {
       constexpr int kRows = decltype(rows)::value;
       const auto step_of_four = [&](int k) {
-        const Quad b = weights_at<Type>(w, k);
+        const Quad b = four_at<Type>(w, k);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const Quad a = load_quad(x + i * 4 * kFewDepth + k, 4, true);
@@ -328,7 +333,7 @@ __global__ void __launch_bounds__(kFewThreads)
       }
       for (int k = 0; k + 4 <= depth; k += 4) step_of_four(k);
       for (int k = depth / 4 * 4; k < depth; ++k) {
-        const float b = weight_at<Type>(w, k);
+        const float b = value_at<Type>(w, k);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) sums[i] = __fmaf_rn(x[i * 4 * kFewDepth + k], b, sums[i]);
       }
@@ -396,15 +401,15 @@ void launch(Kernel kernel, unsigned tiles, int threads, size_t shared,
   CUDA_CHECK(cudaGetLastError());
 }
 
-template <WeightType Type, int kBlockM, int kBlockN, int kBlocks, int kStages>
+template <class C>
 void launch_tiles(std::vector<Product>& list, cudaStream_t stream) {
   uint32_t tiles = 0;
   for (Product& product : list) {
     product.first_tile = tiles;
-    tiles += static_cast<uint32_t>(ceil_div(product.m, kBlockM) * ceil_div(product.rows, kBlockN));
+    tiles +=
+        static_cast<uint32_t>(ceil_div(product.m, C::kBlockM) * ceil_div(product.rows, C::kBlockN));
   }
-  launch(multiply<Type, kBlockM, kBlockN, kBlocks, kStages>, tiles, kBlockM * kBlockN / 64,
-         kStages * kStageBytes<Type, kBlockM, kBlockN>, list, stream);
+  launch(multiply<C>, tiles, C::kThreads, C::kStages * C::kStageBytes, list, stream);
 }
 
 template <WeightType Type>
@@ -434,14 +439,14 @@ void launch_type(std::span<const LinearJob> jobs, cudaStream_t stream) {
   CUDA_CHECK(cudaGetDevice(&device));
   CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   // The multiprocessor with the most tiles ends last; a small tile is half a large one, and a
-  // little slower. Where few share a multiprocessor, each has more registers and stages.
-  if (small <= 2 * multiprocessors) {
-    launch_tiles<Type, 64, 128, 2, 3>(many, stream);
+  // little slower. One tile alone must fetch further ahead.
+  if (small <= multiprocessors) {
+    launch_tiles<Cut<Type, 64, 128, 16, 3, 3>>(many, stream);
   } else if (1.06 * static_cast<double>(ceil_div(small, multiprocessors)) <
              2.0 * static_cast<double>(ceil_div(large, multiprocessors))) {
-    launch_tiles<Type, 64, 128, 3, 2>(many, stream);
+    launch_tiles<Cut<Type, 64, 128, 32, 2, 3>>(many, stream);
   } else {
-    launch_tiles<Type, 128, 128, 1, 2>(many, stream);
+    launch_tiles<Cut<Type, 128, 128, 32, 2, 1>>(many, stream);
   }
 }
 

@@ -78,6 +78,34 @@ TEST_CASE("gpu: products have the host's bits at any size, stride and alignment"
   }
 }
 
+TEST_CASE("gpu: products of one, of few and of many tiles a multiprocessor have the host's bits") {
+  if (!gpu() || !host_has_fma()) return;
+  std::mt19937 random(94);
+  const int64_t processors = cuda_device().multiprocessors;
+  struct Sizes {
+    int64_t m, rows;
+  };
+  // Tiles of 64 x 128: four and a third each; of 128 x 128: one each.
+  for (const Sizes& size : {Sizes{500, processors * 70 - 30}, Sizes{1500, processors * 128 / 12}}) {
+    for (WeightType type : kTypes) {
+      for (int64_t cols : {37, 72}) {
+        INFO("m " << size.m << ", rows " << size.rows << ", cols " << cols << ", type "
+                  << static_cast<int>(type));
+        const std::vector<float> x = normals(static_cast<size_t>(size.m * cols), &random);
+        const Weight w(type, size.rows, cols, cols, 0, &random);
+        const std::vector<float> bias = normals(static_cast<size_t>(size.rows), &random);
+        std::vector<float> y(static_cast<size_t>(size.m * size.rows));
+        const DeviceArray<float> device_x(x), device_bias(bias);
+        DeviceArray<float> device_y(y.size());
+        linear(x.data(), size.m, cols, w.view, bias.data(), y.data(), size.rows);
+        linear_cuda(device_x.data(), size.m, cols, w.device_view, device_bias.data(),
+                    device_y.data(), size.rows);
+        CHECK(different_floats(device_y.get(), y) == "");
+      }
+    }
+  }
+}
+
 TEST_CASE("gpu: a sum of vanishing negative products stays -0") {
   if (!gpu() || !host_has_fma()) return;
   for (int64_t m : {4, 40}) {
