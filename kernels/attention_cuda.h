@@ -31,9 +31,12 @@ struct AttentionRowCuda {
 constexpr int kMaxAttentionDim = 256;
 
 /// attention on the device; rows may be ragged (tokens 0 allowed) and of different types, and are
-/// read on the host before the call returns. One launch for each 64 rows of a type. Throws
-/// std::invalid_argument on a shape mismatch or head_dim outside 1 .. 256, std::runtime_error for
-/// errors of the device.
+/// read on the host before the call returns. One launch for each 64 rows of a type. Rows of up to
+/// 16 queries a KV head (single tokens) take two: their scores, then a walk over the pages; scores
+/// need 64 bytes a row, KV head and position, taken from the device in stream order, at most about
+/// 512 MiB or one row at a time. Throws std::invalid_argument on a shape mismatch or head_dim
+/// outside 1
+/// .. 256, std::runtime_error for errors of the device.
 void attention_cuda(std::span<const AttentionRowCuda> rows, int heads, int kv_heads, int head_dim,
                     float scale, CudaStream stream = nullptr);
 
