@@ -98,9 +98,11 @@ size_t gdn_rows_shared(int buffers, int matrices) {
   return static_cast<size_t>(GdnRowLayout(buffers, matrices).end) * sizeof(float);
 }
 
+/// A block has `block_rows` rows of a head.
 template <class Kernel>
-void launch_rows(Kernel* kernel, const GdnRowLaunch& launch, int rows, int block_rows,
+void launch_rows(Kernel* kernel, const GdnRowLaunch& launch, int rows, int block_rows, int threads,
                  size_t shared, cudaStream_t stream) {
+  if (rows == 0) return;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(shared)));
   const unsigned blocks =
@@ -108,7 +110,7 @@ void launch_rows(Kernel* kernel, const GdnRowLaunch& launch, int rows, int block
   cudaLaunchConfig_t config{};
   config.gridDim =
       dim3(static_cast<unsigned>(launch.layer.value_heads) * blocks, static_cast<unsigned>(rows));
-  config.blockDim = dim3(static_cast<unsigned>(kRowThreads * block_rows));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   cudaLaunchAttribute cluster{};
@@ -128,20 +130,25 @@ bool has_clusters() {
   return major >= 9;
 }
 
-/// Launches of the rows whose state stays in registers.
-void run_rows(const GdnRowLaunch& launch, int eager, int windows, cudaStream_t stream) {
-  SideStream* side = eager > 0 && windows > 0 ? &SideStream::current() : nullptr;
+/// Launches of the rows whose state stays in registers, beside each other.
+void run_rows(const GdnRowLaunch& launch, const RowGroups& groups, cudaStream_t stream) {
+  const int eager = static_cast<int>(groups.eager.size()),
+            separate = static_cast<int>(groups.separate.size()),
+            shared = static_cast<int>(groups.shared.size());
+  SideStreams* side = std::max({eager, separate, shared}) < eager + separate + shared
+                          ? &SideStreams::current()
+                          : nullptr;
   if (side) side->fork(stream);
-  if (eager > 0) {
-    launch_rows(gdn_eager, launch, eager, has_clusters() ? kGdnEagerRows : kGdnRows,
-                gdn_rows_shared(2, 0), stream);
-  }
-  if (windows > 0) {
-    GdnRowLaunch own = launch;
-    own.rows = launch.rows + eager;
-    launch_rows(gdn_windows, own, windows, kGdnRows, gdn_rows_shared(1, 2),
-                side ? side->stream() : stream);
-  }
+  GdnRowLaunch own = launch;
+  const int eager_rows = has_clusters() ? kGdnEagerRows : kGdnRows;
+  launch_rows(gdn_eager, own, eager, eager_rows, kRowThreads * eager_rows, gdn_rows_shared(2, 0),
+              stream);
+  own.rows += eager;
+  launch_rows(gdn_windows, own, separate, kGdnRows, kGdnWindowThreads, gdn_rows_shared(1, 2),
+              side ? (*side)[0] : stream);
+  own.rows += separate;
+  launch_rows(gdn_windows, own, shared, kGdnRows, kGdnWindowThreads, gdn_rows_shared(1, 1),
+              side ? (*side)[1] : stream);
   if (side) side->join(stream);
 }
 
@@ -203,7 +210,7 @@ void run(const GdnLayer& layer, std::span<const StateRow> rows, std::span<const 
   launch.inputs = tables.table<const GdnInputs>(inputs_at);
   run_rows(
       {launch.tables, layer, launch.query_scale, launch.inputs, tables.table<const int>(fast_at)},
-      static_cast<int>(groups.eager.size()), static_cast<int>(groups.windows.size()), stream);
+      groups, stream);
   if (general_rows.empty()) return;
   launch.rows = tables.table<const int>(general_at);
   launch.matrices = matrices_in ? nullptr : tables.scratch<float>(matrices_at);

@@ -11,6 +11,7 @@ namespace replayeval {
 constexpr int kGdnRows = 64;       // of a block, at most
 constexpr int kGdnEagerRows = 32;  // of a block that is one of a cluster
 constexpr int kGdnRowThreads = kRowThreads * kGdnRows;
+constexpr int kGdnWindowThreads = kGdnRowThreads / 2;
 constexpr int kGdnKeyRow = 156;  // 4 numbers of room behind each 32: see copy_rows_async
 
 struct GdnRowLaunch {
@@ -227,8 +228,9 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
   head_max.finish();
 }
 
-/// Windows of up to 16 tokens; checkpoints in shared memory as in mamba2_windows.
-__global__ void __launch_bounds__(kGdnRowThreads, 2)
+/// Windows of up to 16 tokens; a thread has its columns of two rows and its checkpoints in shared
+/// memory as in mamba2_windows.
+__global__ void __launch_bounds__(kGdnWindowThreads, 3)
     gdn_windows(const __grid_constant__ GdnRowLaunch launch) {
   extern __shared__ __align__(16) float shared_floats[];
   using namespace row_codec;
@@ -246,17 +248,18 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
   WalkSpan span;
   bool more = walk.next(&span);
   if (!more) return;
-  const int tid = threadIdx.x, own = tid >> 2, part = tid & 3, row = kGdnRows * rank + own,
-            value_dim = layer.value_dim;
+  constexpr int kHalf = kGdnRows / 2, kThreads = kGdnWindowThreads;
+  const int tid = threadIdx.x, own = tid >> 2, part = tid & 3, value_dim = layer.value_dim;
+  const int row[2] = {kGdnRows * rank + own, kGdnRows * rank + kHalf + own};
+  const bool has_row[2] = {row[0] < value_dim, row[1] < value_dim};
   const bool separate = !head.shared();
-  const GdnRowLayout at(1, 2);
+  const GdnRowLayout at(1, separate ? 2 : 1);
   const int rows = min(kGdnRows, value_dim - kGdnRows * rank);
   const GdnRecords records(layer, in, head.head, kGdnRows * rank, rows);
   HeadMax head_max(shared_floats + at.words, rank, blocks);
-  constexpr int kThreads = kGdnRowThreads;
-  float* own_state = shared_floats + at.state + 4 * tid;  // quad i at + 4 kThreads i
+  constexpr int kStep = 4 * kThreads;  // between a thread's quads, as in mamba2_windows
+  float* own_state = shared_floats + at.state + 4 * tid;
   float* own_read = shared_floats + (separate ? at.read : at.state) + 4 * tid;
-  const bool has_row = row < value_dim;
   float *keys = shared_floats + at.keys, *queries = shared_floats + at.queries;
   const float *vs = shared_floats + at.v + own, *beta = shared_floats + at.beta,
               *g = shared_floats + at.g;
@@ -264,20 +267,21 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
         *key_weights = shared_floats + at.key_weights,
         *query_weights = shared_floats + at.query_weights,
         *read_k = shared_floats + at.read_k + own, *read_q = shared_floats + at.read_q + own;
-  float* u_out = in.u + int64_t{head.head} * value_dim + row;
-  float* o_out = in.o + int64_t{head.head} * value_dim + row;
+  float* u_out = in.u + int64_t{head.head} * value_dim;
+  float* o_out = in.o + int64_t{head.head} * value_dim;
+  const int64_t u_stride = in.u_stride, o_stride = in.o_stride;
 
   const Role roles[2] = {
       role_of(launch.tables, head, StateRole::recurrence),
       role_of(launch.tables, head, separate ? StateRole::read : StateRole::recurrence)};
-  float4 s[kRowQuads];
-  decode_rows<RunColumns>(*roles[0].d, value_dim, roles[0].packed, row, part, s);
+#pragma unroll 1
+  for (int k = 0; k < (separate ? 4 : 2); ++k) {
+    const Role& role = k < 2 ? roles[0] : roles[1];
+    float4 v[kRowQuads];
+    decode_rows<RunColumns>(*role.d, value_dim, role.packed, k & 1 ? row[1] : row[0], part, v);
+    float* to = (k < 2 ? own_state : own_read) + (k & 1) * kRowQuads * kStep;
 #pragma unroll
-  for (int i = 0; i < kRowQuads; ++i) store4(own_state + 4 * kThreads * i, s[i]);
-  if (separate) {
-    decode_rows<RunColumns>(*roles[1].d, value_dim, roles[1].packed, row, part, s);
-#pragma unroll
-    for (int i = 0; i < kRowQuads; ++i) store4(own_read + 4 * kThreads * i, s[i]);
+    for (int i = 0; i < kRowQuads; ++i) store4(to + kStep * i, v[i]);
   }
   const bool head_span = roles[0].span == Span::head || roles[1].span == Span::head;
   records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
@@ -296,50 +300,56 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
     normalise_rows(queries, new_first, n, launch.query_scale);
     if (tid < 2 * kRowRecords) {
       const int t = tid & (kRowRecords - 1);
-      if (t < n) {
-        float sum = 0.0f;
-        if (tid < kRowRecords) {
-          for (int k = 0; k <= t; ++k) sum = sum + g[k];
-          carried[t] = exp2_ordered(sum);
-        } else {
-          for (int k = t + 1; k < n; ++k) sum = sum + g[k];
-          weights[t] = exp2_ordered(sum);
-        }
-      }
+      const bool is_carried = tid < kRowRecords;
+      const float power =
+          exp2_ordered(sum_between(g, is_carried ? 0 : t + 1, is_carried ? t : n - 1));
+      if (t < n) (is_carried ? carried : weights)[t] = power;
     }
     __syncthreads();
-    // k_t . k_j (j < t) and q_t . k_j (j <= t) with their decays, a chain a thread: key_weights at
+    // k_t . k_j (j < t) and q_t . k_j (j <= t) with their decays, a chain each: key_weights at
     // [j, t], query_weights at [j, t mod 4, t / 4].
-    static_assert(kGdnRowThreads == kRowRecords * kRowRecords);
+    static_assert(2 * kThreads == kRowRecords * kRowRecords);
     {
+      // A thread takes rows a and 15 - a of the square; what lies right of the diagonal are pairs
+      // of keys.
       const int a = tid / kRowRecords, b = tid % kRowRecords;
-      const bool query = b <= a;
-      const int t = query ? a : b, j = query ? b : a;
-      if (t < n) {
-        const float* from = (query ? queries : keys) + t * kGdnKeyRow;
-        const float* key = keys + j * kGdnKeyRow;
-        float dot = 0.0f;
-#pragma unroll 1
-        for (int run = 0; run < 4; ++run, from += 36, key += 36) {
+      const float *from[2], *key[2];
+      int t[2], j[2];
+      bool query[2];
 #pragma unroll
-          for (int m = 0; m < 32; m += 4) {
-            const float4 x = load4(from + m), y = load4(key + m);
-            dot = __fmaf_rn(x.w, y.w,
-                            __fmaf_rn(x.z, y.z, __fmaf_rn(x.y, y.y, __fmaf_rn(x.x, y.x, dot))));
+      for (int k = 0; k < 2; ++k) {
+        const int line = k == 0 ? a : kRowRecords - 1 - a;
+        query[k] = b <= line;
+        t[k] = query[k] ? line : b;
+        j[k] = query[k] ? b : line;
+        from[k] = (query[k] ? queries : keys) + t[k] * kGdnKeyRow;
+        key[k] = keys + j[k] * kGdnKeyRow;
+      }
+      float dot[2] = {0.0f, 0.0f};
+#pragma unroll 1
+      for (int run = 0; run < 4 * 36; run += 36) {
+#pragma unroll
+        for (int m = 0; m < 32; m += 4) {
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const float4 x = load4(from[k] + run + m), y = load4(key[k] + run + m);
+            dot[k] = __fmaf_rn(
+                x.w, y.w, __fmaf_rn(x.z, y.z, __fmaf_rn(x.y, y.y, __fmaf_rn(x.x, y.x, dot[k]))));
           }
         }
-        float d = 0.0f;
-        for (int k = j + 1; k <= t; ++k) d = d + g[k];
-        const float weighted = exp2_ordered(d) * dot;
-        if (query) {
-          query_weights[j * kRowRecords + 4 * (t & 3) + (t >> 2)] = weighted;
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float weighted = exp2_ordered(sum_between(g, j[k] + 1, t[k])) * dot[k];
+        if (query[k]) {
+          query_weights[j[k] * kRowRecords + 4 * (t[k] & 3) + (t[k] >> 2)] = weighted;
         } else {
-          key_weights[j * kRowRecords + t] = weighted;
+          key_weights[j[k] * kRowRecords + t[k]] = weighted;
         }
       }
     }
     const int token = span.end() - 1;
-    float u[kRowRecords];
+    float u[2][kRowRecords];
     // From the checkpoint that is read: corrections and outputs up to read_end; a shared one gives
     // the last correction too. Then those of the fold from R, where it is another or where earlier
     // corrections come from the ring.
@@ -348,37 +358,53 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
     for (int pass = 0; pass < 2; ++pass) {
       if (pass == 1 && !again_from_state) break;
       const bool outputs = pass == 0;
-      const float* matrix = pass == 0 ? own_read : own_state;
+      {
+        const float* matrix = pass == 0 ? own_read : own_state;
+        float4 s[2][kRowQuads];
 #pragma unroll
-      for (int i = 0; i < kRowQuads; ++i) s[i] = load4(matrix + 4 * kThreads * i);
-      // Thread `part` adds its columns to the sums of token step - part.
-      float sum_k = 0.0f, sum_q = 0.0f;
+        for (int i = 0; i < 2 * kRowQuads; ++i)
+          s[i / kRowQuads][i % kRowQuads] = load4(matrix + kStep * i);
+        // Thread `part` adds its columns to the sums of token step - part.
+        float sum_k[2] = {0.0f, 0.0f}, sum_q[2] = {0.0f, 0.0f};
 #pragma unroll 1
-      for (int step = 0; step < n + kRowThreads - 1; ++step) {
-        sum_k = __shfl_up_sync(0xFFFFFFFFu, sum_k, 1, kRowThreads);
-        sum_q = __shfl_up_sync(0xFFFFFFFFu, sum_q, 1, kRowThreads);
-        if (part == 0) sum_k = sum_q = 0.0f;
-        const int t = step - part, in_range = min(max(t, 0), n - 1);
-        const float* key = keys + in_range * kGdnKeyRow + 36 * part;
-        const float* query = queries + in_range * kGdnKeyRow + 36 * part;
+        for (int step = 0; step < n + kRowThreads - 1; ++step) {
 #pragma unroll
-        for (int i = 0; i < kRowQuads; ++i) {
-          const float4 k = load4(key + 4 * i);
-          sum_k = __fmaf_rn(k.x, s[i].x, sum_k);
-          sum_k = __fmaf_rn(k.y, s[i].y, sum_k);
-          sum_k = __fmaf_rn(k.z, s[i].z, sum_k);
-          sum_k = __fmaf_rn(k.w, s[i].w, sum_k);
-          if (outputs) {
-            const float4 q = load4(query + 4 * i);
-            sum_q = __fmaf_rn(q.x, s[i].x, sum_q);
-            sum_q = __fmaf_rn(q.y, s[i].y, sum_q);
-            sum_q = __fmaf_rn(q.z, s[i].z, sum_q);
-            sum_q = __fmaf_rn(q.w, s[i].w, sum_q);
+          for (int r = 0; r < 2; ++r) {
+            sum_k[r] = __shfl_up_sync(0xFFFFFFFFu, sum_k[r], 1, kRowThreads);
+            sum_q[r] = __shfl_up_sync(0xFFFFFFFFu, sum_q[r], 1, kRowThreads);
+            if (part == 0) sum_k[r] = sum_q[r] = 0.0f;
           }
-        }
-        if (part == kRowThreads - 1 && t >= 0) {
-          read_k[t * kGdnRows] = sum_k;
-          if (outputs) read_q[t * kGdnRows] = sum_q;
+          const int t = step - part, in_range = min(max(t, 0), n - 1);
+          const float* key = keys + in_range * kGdnKeyRow + 36 * part;
+          const float* query = queries + in_range * kGdnKeyRow + 36 * part;
+#pragma unroll
+          for (int i = 0; i < kRowQuads; ++i) {
+            const float4 k = load4(key + 4 * i);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              sum_k[r] = __fmaf_rn(k.x, s[r][i].x, sum_k[r]);
+              sum_k[r] = __fmaf_rn(k.y, s[r][i].y, sum_k[r]);
+              sum_k[r] = __fmaf_rn(k.z, s[r][i].z, sum_k[r]);
+              sum_k[r] = __fmaf_rn(k.w, s[r][i].w, sum_k[r]);
+            }
+            if (outputs) {
+              const float4 q = load4(query + 4 * i);
+#pragma unroll
+              for (int r = 0; r < 2; ++r) {
+                sum_q[r] = __fmaf_rn(q.x, s[r][i].x, sum_q[r]);
+                sum_q[r] = __fmaf_rn(q.y, s[r][i].y, sum_q[r]);
+                sum_q[r] = __fmaf_rn(q.z, s[r][i].z, sum_q[r]);
+                sum_q[r] = __fmaf_rn(q.w, s[r][i].w, sum_q[r]);
+              }
+            }
+          }
+          if (part == kRowThreads - 1 && t >= 0) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              read_k[t * kGdnRows + r * kHalf] = sum_k[r];
+              if (outputs) read_q[t * kGdnRows + r * kHalf] = sum_q[r];
+            }
+          }
         }
       }
       if (pass == 0) {
@@ -389,105 +415,166 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
       // u_t = beta_t (v_t - carried_t read_k_t - sum_{j < t} w_tj u_j), j after j.
 #pragma unroll
       for (int t = 0; t < kRowRecords; ++t) {
-        if (t < n) u[t] = __fmaf_rn(-carried[t], read_k[t * kGdnRows], vs[t * kGdnRows]);
+        if (t >= n) break;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int place = t * kGdnRows + r * kHalf;
+          u[r][t] = __fmaf_rn(-carried[t], read_k[place], vs[place]);
+        }
       }
 #pragma unroll
       for (int j = 0; j < kRowRecords; ++j) {
         if (j >= n) break;
-        if (outputs && j < new_first) {
-          u[j] = has_row ? u_out[(first + j) * in.u_stride] : 0.0f;
-        } else {
-          u[j] = beta[j] * u[j];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (outputs && j < new_first) {
+            u[r][j] = has_row[r] ? u_out[(first + j) * u_stride + row[r]] : 0.0f;
+          } else {
+            u[r][j] = beta[j] * u[r][j];
+          }
         }
 #pragma unroll
         for (int t4 = (j + 1) / 4 * 4; t4 < kRowRecords; t4 += 4) {
           const float4 w = load4(key_weights + j * kRowRecords + t4);
-          if (t4 > j) u[t4] = __fmaf_rn(-w.x, u[j], u[t4]);
-          if (t4 + 1 > j) u[t4 + 1] = __fmaf_rn(-w.y, u[j], u[t4 + 1]);
-          if (t4 + 2 > j) u[t4 + 2] = __fmaf_rn(-w.z, u[j], u[t4 + 2]);
-          if (t4 + 3 > j) u[t4 + 3] = __fmaf_rn(-w.w, u[j], u[t4 + 3]);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (t4 > j) u[r][t4] = __fmaf_rn(-w.x, u[r][j], u[r][t4]);
+            if (t4 + 1 > j) u[r][t4 + 1] = __fmaf_rn(-w.y, u[r][j], u[r][t4 + 1]);
+            if (t4 + 2 > j) u[r][t4 + 2] = __fmaf_rn(-w.z, u[r][j], u[r][t4 + 2]);
+            if (t4 + 3 > j) u[r][t4 + 3] = __fmaf_rn(-w.w, u[r][j], u[r][t4 + 3]);
+          }
         }
       }
       if (outputs) {
-        float o[kRowRecords / 4], own_u[kRowRecords / 4];  // of tokens 4 i + part
+        float o[2][kRowRecords / 4];  // of tokens 4 i + part
 #pragma unroll
-        for (int i = 0; i < kRowRecords / 4; ++i) {
-          const int t = 4 * i + part;
-          o[i] = t < n ? carried[t] * read_q[t * kGdnRows] : 0.0f;
-          own_u[i] = part == 0   ? u[4 * i]
-                     : part == 1 ? u[4 * i + 1]
-                     : part == 2 ? u[4 * i + 2]
-                                 : u[4 * i + 3];
+        for (int i = 0; i < kRowRecords / 2; ++i) {
+          const int r = i & 1, t = 4 * (i >> 1) + part;
+          o[r][i >> 1] = t < n ? carried[t] * read_q[t * kGdnRows + r * kHalf] : 0.0f;
         }
 #pragma unroll
         for (int j = 0; j < kRowRecords; ++j) {
           if (j >= n) break;
           const float4 w = load4(query_weights + j * kRowRecords + 4 * part);
-          if (j <= part) o[0] = __fmaf_rn(w.x, u[j], o[0]);
-          if (j <= part + 4) o[1] = __fmaf_rn(w.y, u[j], o[1]);
-          if (j <= part + 8) o[2] = __fmaf_rn(w.z, u[j], o[2]);
-          if (j <= part + 12) o[3] = __fmaf_rn(w.w, u[j], o[3]);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (j <= part) o[r][0] = __fmaf_rn(w.x, u[r][j], o[r][0]);
+            if (j <= part + 4) o[r][1] = __fmaf_rn(w.y, u[r][j], o[r][1]);
+            if (j <= part + 8) o[r][2] = __fmaf_rn(w.z, u[r][j], o[r][2]);
+            if (j <= part + 12) o[r][3] = __fmaf_rn(w.w, u[r][j], o[r][3]);
+          }
         }
 #pragma unroll
-        for (int i = 0; i < kRowRecords / 4; ++i) {
-          const int t = 4 * i + part;
-          if (t < new_first || t >= read_end || !has_row) continue;
-          o_out[(first + t) * in.o_stride] = o[i];
-          u_out[(first + t) * in.u_stride] = own_u[i];
+        for (int i = 0; i < kRowRecords / 2; ++i) {
+          const int r = i & 1, t4 = 4 * (i >> 1), t = t4 + part;
+          if (t < new_first || t >= read_end || !has_row[r]) continue;
+          const float own_u = part == 0   ? u[r][t4]
+                              : part == 1 ? u[r][t4 + 1]
+                              : part == 2 ? u[r][t4 + 2]
+                                          : u[r][t4 + 3];
+          o_out[(first + t) * o_stride + row[r]] = o[r][i >> 1];
+          u_out[(first + t) * u_stride + row[r]] = own_u;
         }
       }
     }
     const bool again = walk.flushes_again();
+    float largest = 0.0f;
     if (flush) {
-      // S = carried S + sum_j (decayed u_j) k_j^T; s holds R.
+      // S = carried S + sum_j (decayed u_j) k_j^T.
+      float4 s[2][kRowQuads];
       const float last = carried[n - 1];
 #pragma unroll
-      for (int i = 0; i < kRowQuads; ++i) {
-        s[i] = make_float4(last * s[i].x, last * s[i].y, last * s[i].z, last * s[i].w);
+      for (int i = 0; i < 2 * kRowQuads; ++i) {
+        const float4 from = load4(own_state + kStep * i);
+        s[i / kRowQuads][i % kRowQuads] =
+            make_float4(last * from.x, last * from.y, last * from.z, last * from.w);
       }
 #pragma unroll
       for (int j = 0; j < kRowRecords; ++j) {
         if (j >= n) break;
-        if (j == n - 1 && part == 0 && has_row) u_out[int64_t{token} * in.u_stride] = u[j];
-        const float w = has_row ? weights[j] * u[j] : 0.0f;
+        float w[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (j == n - 1 && part == 0 && has_row[r])
+            u_out[int64_t{token} * u_stride + row[r]] = u[r][j];
+          w[r] = has_row[r] ? weights[j] * u[r][j] : 0.0f;
+        }
         const float* key = keys + j * kGdnKeyRow + 36 * part;
 #pragma unroll
-        for (int i = 0; i < kRowQuads; ++i) s[i] = fma1(w, load4(key + 4 * i), s[i]);
+        for (int i = 0; i < kRowQuads; ++i) {
+          const float4 k = load4(key + 4 * i);
+          s[0][i] = fma1(w[0], k, s[0][i]);
+          s[1][i] = fma1(w[1], k, s[1][i]);
+        }
       }
-      float4 query[kRowQuads];
-      load_run(queries + (n - 1) * kGdnKeyRow + 36 * part, query);
-      const float o = row_chain(query, s);
-      if (part == 0 && has_row) o_out[int64_t{token} * in.o_stride] = o;
+      float o[2] = {0.0f, 0.0f};
+      const float* query = queries + (n - 1) * kGdnKeyRow + 36 * part;
+#pragma unroll 1
+      for (int stage = 0; stage < kRowThreads; ++stage) {
+#pragma unroll
+        for (int i = 0; i < kRowQuads; ++i) {
+          const float4 q = load4(query + 4 * i);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            o[r] = __fmaf_rn(q.x, s[r][i].x, o[r]);
+            o[r] = __fmaf_rn(q.y, s[r][i].y, o[r]);
+            o[r] = __fmaf_rn(q.z, s[r][i].z, o[r]);
+            o[r] = __fmaf_rn(q.w, s[r][i].w, o[r]);
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) o[r] = __shfl_sync(0xFFFFFFFFu, o[r], stage, kRowThreads);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (part == 0 && has_row[r]) o_out[int64_t{token} * o_stride + row[r]] = o[r];
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kRowQuads; ++i)
+        store4(own_state + kStep * i, s[i / kRowQuads][i % kRowQuads]);
+      if (head_span) {
+        float quad[kRowQuads], of_row[2];
+        bool odd;
+        measure_quads(s[0], quad, &of_row[0], &odd);
+        measure_quads(s[1], quad, &of_row[1], &odd);
+        largest = fmaxf(of_row[0], of_row[1]);
+      }
     }
     more = walk.next(&span);
     __syncthreads();
     if (more)
       records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
     if (!flush) continue;
-    float quad[kRowQuads];
-    float largest;
-    bool odd;
-    measure_quads(s, quad, &largest, &odd);
-    odd = odd && has_row;
-    if (odd) first_odd = min(first_odd, token);
     float head_amax = 0.0f;
     if (head_span) {
       head_max.publish(largest);
       head_amax = head_max.collect();
     }
-    const Numbers numbers{s,         quad,      largest,
-                          head_amax, odd,       row,
-                          part,      value_dim, position + static_cast<uint32_t>(token),
-                          !again};
+    // Both rows; the read checkpoint first, since the other takes the folded state's place.
 #pragma unroll 1
-    for (int k = separate ? 1 : 0; k >= 0; --k) {
-      float* to = k == 1 ? own_read : own_state;
-      round_rows<RunColumns>(k == 1 ? roles[1] : roles[0], numbers, &counts,
-                             [&](int i, float4 q4) { store4(to + 4 * kThreads * i, q4); });
-      ++encodings;
+    for (int k = separate ? 3 : 1; k >= 0; --k) {
+      const int r = k & 1;
+      float* to = (k > 1 ? own_read : own_state) + r * kRowQuads * kStep;
+      float4 v[kRowQuads];
+#pragma unroll
+      for (int i = 0; i < kRowQuads; ++i) v[i] = load4(own_state + kStep * (r * kRowQuads + i));
+      float quad[kRowQuads];
+      bool odd;
+      measure_quads(v, quad, &largest, &odd);
+      const bool has = r ? has_row[1] : has_row[0];
+      odd = odd && has;
+      if (odd) first_odd = min(first_odd, token);
+      const Numbers numbers{v,         quad,      largest,
+                            head_amax, odd,       r ? row[1] : row[0],
+                            part,      value_dim, position + static_cast<uint32_t>(token),
+                            !again};
+      ThreadCounts own_counts;
+      round_rows<RunColumns>(k > 1 ? roles[1] : roles[0], numbers, &own_counts,
+                             [&](int i, float4 q4) { store4(to + kStep * i, q4); });
+      if (has) counts.add(own_counts);
     }
+    encodings += separate ? 2 : 1;
   }
-  if (!has_row) counts = {};
   finish_health(head, encodings * rows * kRowColumns, first_odd, in.tokens, counts);
   head_max.finish();
 }

@@ -231,39 +231,39 @@ __global__ void __launch_bounds__(kThreads)
   walk_head(head, walk, launch.step, Mamba2Span{&launch, &head, &in, work, at});
 }
 
-size_t mamba2_rows_shared(int head_dim) {
-  const int threads = (kRowThreads * head_dim + 31) / 32 * 32;
-  return static_cast<size_t>(Mamba2RowLayout(head_dim, threads, 1, 2).end) * sizeof(float);
+int window_threads(int head_dim) { return (kRowThreads * ((head_dim + 1) / 2) + 31) / 32 * 32; }
+
+size_t rows_shared(int head_dim, int threads, int buffers, int matrices) {
+  return static_cast<size_t>(Mamba2RowLayout(head_dim, threads, buffers, matrices).end) *
+         sizeof(float);
 }
 
-/// Launches of the rows whose state stays in registers.
-void run_rows(const Mamba2RowLaunch& launch, int eager, int windows, cudaStream_t stream) {
-  const int head_dim = launch.layer.head_dim, threads = (kRowThreads * head_dim + 31) / 32 * 32;
-  const unsigned heads = static_cast<unsigned>(launch.layer.heads);
-  const auto shared_bytes = [&](int buffers, int matrices) {
-    return static_cast<size_t>(Mamba2RowLayout(head_dim, threads, buffers, matrices).end) *
-           sizeof(float);
-  };
-  Mamba2RowLaunch own = launch;
-  SideStream* side = eager > 0 && windows > 0 ? &SideStream::current() : nullptr;
+/// Launches of the rows whose state stays in registers, beside each other.
+void run_rows(const Mamba2RowLaunch& launch, const RowGroups& groups, cudaStream_t stream) {
+  const int head_dim = launch.layer.head_dim;
+  const size_t eager = groups.eager.size(), separate = groups.separate.size(),
+               shared = groups.shared.size();
+  SideStreams* side = std::max({eager, separate, shared}) < eager + separate + shared
+                          ? &SideStreams::current()
+                          : nullptr;
   if (side) side->fork(stream);
-  if (eager > 0) {
-    const size_t shared = shared_bytes(2, 0);
-    CUDA_CHECK(cudaFuncSetAttribute(mamba2_eager, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared)));
-    mamba2_eager<<<dim3(heads, static_cast<unsigned>(eager)), threads, shared, stream>>>(own);
+  Mamba2RowLaunch own = launch;
+  const auto start = [&](auto kernel, size_t rows, int threads, size_t bytes, cudaStream_t where) {
+    if (rows == 0) return;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(bytes)));
+    const dim3 grid(static_cast<unsigned>(launch.layer.heads), static_cast<unsigned>(rows));
+    kernel<<<grid, static_cast<unsigned>(threads), bytes, where>>>(own);
     CUDA_CHECK(cudaGetLastError());
-  }
-  if (windows > 0) {
-    const size_t shared = shared_bytes(1, 2);
-    own.rows = launch.rows + eager;
-    CUDA_CHECK(cudaFuncSetAttribute(mamba2_windows, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared)));
-    mamba2_windows<<<dim3(heads, static_cast<unsigned>(windows)), threads, shared,
-                     side ? side->stream() : stream>>>(own);
-    CUDA_CHECK(cudaGetLastError());
-    if (side) side->join(stream);
-  }
+    own.rows += rows;
+  };
+  const int threads = (kRowThreads * head_dim + 31) / 32 * 32, narrow = window_threads(head_dim);
+  start(mamba2_eager, eager, threads, rows_shared(head_dim, threads, 2, 0), stream);
+  start(mamba2_windows, separate, narrow, rows_shared(head_dim, narrow, 1, 2),
+        side ? (*side)[0] : stream);
+  start(mamba2_windows, shared, narrow, rows_shared(head_dim, narrow, 1, 1),
+        side ? (*side)[1] : stream);
+  if (side) side->join(stream);
 }
 
 void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
@@ -273,8 +273,9 @@ void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
   RowTables row_tables(rows, shape, layer.heads, layer.layer, layer.head_offset, mode);
   std::vector<int> tokens;
   for (const Mamba2Inputs& in : inputs) tokens.push_back(in.tokens);
-  const bool narrow = kRowThreads * layer.head_dim <= kMamba2RowThreads &&
-                      block_shared_limit() >= mamba2_rows_shared(layer.head_dim);
+  const bool narrow =
+      kRowThreads * layer.head_dim <= kMamba2RowThreads &&
+      block_shared_limit() >= rows_shared(layer.head_dim, window_threads(layer.head_dim), 1, 2);
   const RowGroups groups(rows, layer.state_dim, mode, [&](int) { return narrow; });
   CallTables tables(stream);
   row_tables.add_to(&tables);
@@ -316,8 +317,7 @@ void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
   tables.upload();
   launch.tables = row_tables.on_device(tables);
   launch.inputs = tables.table<const Mamba2Inputs>(inputs_at);
-  run_rows({launch.tables, layer, launch.inputs, tables.table<const int>(fast_at)},
-           static_cast<int>(groups.eager.size()), static_cast<int>(groups.windows.size()), stream);
+  run_rows({launch.tables, layer, launch.inputs, tables.table<const int>(fast_at)}, groups, stream);
   if (general_rows.empty()) return;
   launch.rows = tables.table<const int>(general_at);
   launch.matrices = in_shared ? nullptr : tables.scratch<float>(matrices_at);

@@ -38,8 +38,8 @@ struct Mamba2RowLayout {
     decay = fold + kRowRecords;
     weights = decay + kRowRecords;
     state = weights + kRowRecords * kRowRecords;
-    read = state + (matrices > 0 ? 32 * threads : 0);
-    end = read + (matrices > 1 ? 32 * threads : 0);
+    read = state + (matrices > 0 ? 64 * threads : 0);
+    end = read + (matrices > 1 ? 64 * threads : 0);
   }
 };
 
@@ -184,9 +184,26 @@ __device__ __forceinline__ float scatter_lanes(const float4 (&sum)[4], int part)
   return (v.x + v.z) + (v.y + v.w);
 }
 
-/// Windows of up to 16 tokens. The decoded checkpoints lie in shared memory, each thread's own
-/// numbers side by side with those of its neighbours.
-__global__ void __launch_bounds__(kMamba2RowThreads, 2)
+/// As scatter_lanes for two sums: threads 0 and 1 of a row get the first, 2 and 3 the second.
+__device__ __forceinline__ float halve_lanes(const float4 (&sum)[2], int part) {
+  const bool high = part & 2;
+  const float4 send = high ? sum[0] : sum[1], keep = high ? sum[1] : sum[0];
+  float4 v;
+  v.x = keep.x + __shfl_xor_sync(0xFFFFFFFFu, send.x, 2);
+  v.y = keep.y + __shfl_xor_sync(0xFFFFFFFFu, send.y, 2);
+  v.z = keep.z + __shfl_xor_sync(0xFFFFFFFFu, send.z, 2);
+  v.w = keep.w + __shfl_xor_sync(0xFFFFFFFFu, send.w, 2);
+  v.x += __shfl_xor_sync(0xFFFFFFFFu, v.x, 1);
+  v.y += __shfl_xor_sync(0xFFFFFFFFu, v.y, 1);
+  v.z += __shfl_xor_sync(0xFFFFFFFFu, v.z, 1);
+  v.w += __shfl_xor_sync(0xFFFFFFFFu, v.w, 1);
+  return (v.x + v.z) + (v.y + v.w);
+}
+
+/// Windows of up to 16 tokens. A thread has its columns of two rows, half of the head apart, so
+/// that what it loads of B and C serves both. The decoded checkpoints lie in shared memory, each
+/// thread's own numbers side by side with those of its neighbours.
+__global__ void __launch_bounds__(kMamba2RowThreads / 2, 3)
     mamba2_windows(const __grid_constant__ Mamba2RowLaunch launch) {
   extern __shared__ __align__(16) float shared_floats[];
   using namespace row_codec;
@@ -198,22 +215,27 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
                  &pending))
     return;
   const Mamba2Inputs& in = launch.inputs[row_index];
-  const int tid = threadIdx.x, row = tid >> 2, part = tid & 3, head_dim = layer.head_dim;
-  const int threads = static_cast<int>(blockDim.x);
+  const int tid = threadIdx.x, part = tid & 3, head_dim = layer.head_dim;
+  const int half = (head_dim + 1) / 2, threads = static_cast<int>(blockDim.x);
+  const int row[2] = {tid >> 2, (tid >> 2) < half ? half + (tid >> 2) : head_dim};
+  const bool has_row[2] = {row[0] < half, row[1] < head_dim};
   const bool separate = !head.shared();
-  const Mamba2RowLayout at(head_dim, threads, 1, 2);
+  const Mamba2RowLayout at(head_dim, threads, 1, separate ? 2 : 1);
   const Mamba2Records records(layer, in, head.head);
   HeadMax head_max(shared_floats + at.words, 0, 1);
-  float* own_state = shared_floats + at.state + 4 * tid;  // quad i at + 4 threads i
+  const int step = 4 * threads;  // between a thread's quads: quad i of row r is number 8 r + i
+  float* own_state = shared_floats + at.state + 4 * tid;
   float* own_read = shared_floats + (separate ? at.read : at.state) + 4 * tid;
-  const bool has_row = row < head_dim;
   const float decay_log2 = layer.decay_log2[head.head];
   const float skip = layer.skip ? layer.skip[head.head] : 0.0f;
-  const float *x = shared_floats + at.x, *b = shared_floats + at.b, *c = shared_floats + at.c,
-              *dt = shared_floats + at.dt;
+  const bool has_skip = layer.skip;
+  const float *x = shared_floats + at.x, *b = shared_floats + at.b + 4 * part,
+              *c = shared_floats + at.c + 4 * part, *dt = shared_floats + at.dt;
+  const float* own_x[2] = {x + (has_row[0] ? row[0] : 0), x + (has_row[1] ? row[1] : 0)};
   float *carry = shared_floats + at.carry, *fold = shared_floats + at.fold,
         *decay = shared_floats + at.decay, *weights = shared_floats + at.weights;
-  float* y = in.y + int64_t{head.head} * head_dim + row;
+  float* y = in.y + int64_t{head.head} * head_dim;
+  const int64_t y_stride = in.y_stride;
 
   SpanWalk walk(pending, head.plan->window, in.tokens, launch.tables.mode, head.plan->flush_output);
   WalkSpan span;
@@ -222,16 +244,18 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
   const Role roles[2] = {
       role_of(launch.tables, head, StateRole::recurrence),
       role_of(launch.tables, head, separate ? StateRole::read : StateRole::recurrence)};
-  {
+#pragma unroll 1
+  for (int k = 0; k < (separate ? 4 : 2); ++k) {
+    const Role& role = k < 2 ? roles[0] : roles[1];
     float4 v[kRowQuads];
-    decode_rows<LaneColumns>(*roles[0].d, head_dim, roles[0].packed, row, part, v);
+    decode_rows<LaneColumns>(*role.d, head_dim, role.packed,
+                             k & 1        ? row[1]
+                             : has_row[0] ? row[0]
+                                          : head_dim,
+                             part, v);
+    float* to = (k < 2 ? own_state : own_read) + (k & 1) * kRowQuads * step;
 #pragma unroll
-    for (int i = 0; i < kRowQuads; ++i) store4(own_state + 4 * threads * i, v[i]);
-    if (separate) {
-      decode_rows<LaneColumns>(*roles[1].d, head_dim, roles[1].packed, row, part, v);
-#pragma unroll
-      for (int i = 0; i < kRowQuads; ++i) store4(own_read + 4 * threads * i, v[i]);
-    }
+    for (int i = 0; i < kRowQuads; ++i) store4(to + step * i, v[i]);
   }
   const bool head_span = roles[0].span == Span::head || roles[1].span == Span::head;
   records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
@@ -244,20 +268,14 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
     const int window_queries = queries - (span.flush ? 1 : 0);
     copies_wait();
     __syncthreads();
-    if (tid < n) decay[tid] = dt[tid] * decay_log2;
+    if (tid < kRowRecords) decay[tid] = tid < n ? dt[tid] * decay_log2 : 0.0f;
     __syncthreads();
     if (tid < 2 * kRowRecords) {
       const int t = tid & (kRowRecords - 1);
-      if (t < n) {
-        float sum = 0.0f;
-        if (tid < kRowRecords) {
-          for (int k = 0; k <= t; ++k) sum = sum + decay[k];
-          carry[t] = exp2_ordered(sum);
-        } else {
-          for (int k = t + 1; k < n; ++k) sum = sum + decay[k];
-          fold[t] = exp2_ordered(sum) * dt[t];
-        }
-      }
+      const bool is_carry = tid < kRowRecords;
+      const float power =
+          exp2_ordered(sum_between(decay, is_carry ? 0 : t + 1, is_carry ? t : n - 1));
+      if (t < n) (is_carry ? carry : fold)[t] = is_carry ? power : power * dt[t];
     }
     // (2^D(j, t) dt_j) (B_j . C_t) at weights[j, t mod 4, t / 4] (t counted from the first query):
     // a pair for every group of four threads; two rows of the triangle have one length together.
@@ -275,113 +293,142 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
       q = wanted ? q : 0, j = wanted ? j : 0;
       float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-      for (int m = 0; m < kRowQuads; ++m) {
-        sum = fma4(load4(b + j * kMamba2Row + 16 * m + 4 * part),
-                   load4(c + q * kMamba2Row + 16 * m + 4 * part), sum);
-      }
+      for (int m = 0; m < kRowQuads; ++m)
+        sum = fma4(load4(b + j * kMamba2Row + 16 * m), load4(c + q * kMamba2Row + 16 * m), sum);
       const float product = sum_of_lanes(sum);
-      float d = 0.0f;
-      for (int k = j + 1; k <= t; ++k) d = d + decay[k];
+      const float power = exp2_ordered(sum_between(decay, j + 1, t));
       if (wanted && part == 0)
-        weights[j * kRowRecords + 4 * (q & 3) + (q >> 2)] = (exp2_ordered(d) * dt[j]) * product;
+        weights[j * kRowRecords + 4 * (q & 3) + (q >> 2)] = (power * dt[j]) * product;
     }
     __syncthreads();
 
-    float4 v[kRowQuads];
-#pragma unroll
-    for (int i = 0; i < kRowQuads; ++i) v[i] = load4(own_read + 4 * threads * i);
-    const int own_row = has_row ? row : 0;
-    float out[kRowRecords / 4] = {};  // of queries 4 g + part
+    float out[2][kRowRecords / 4] = {};  // of queries 4 g + part
 #pragma unroll
     for (int g = 0; g < kRowRecords / 4; ++g) {
       if (4 * g >= window_queries) break;
-      float4 sum[4];
+      float4 sum[2][4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) sum[k] = make_float4(0, 0, 0, 0);
+      for (int k = 0; k < 8; ++k) sum[k >> 2][k & 3] = make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int i = 0; i < kRowQuads; ++i) {
+        const float4 v0 = load4(own_read + step * i), v1 = load4(own_read + step * (kRowQuads + i));
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-          sum[k] = fma4(v[i], load4(c + (4 * g + k) * kMamba2Row + 16 * i + 4 * part), sum[k]);
+        for (int k = 0; k < 4; ++k) {
+          const float4 query = load4(c + (4 * g + k) * kMamba2Row + 16 * i);
+          sum[0][k] = fma4(v0, query, sum[0][k]);
+          sum[1][k] = fma4(v1, query, sum[1][k]);
+        }
       }
-      const float z = scatter_lanes(sum, part);
-      out[g] = carry[min(first_query + 4 * g + part, n - 1)] * z;
+      const float carried = carry[min(first_query + 4 * g + part, n - 1)];
+      out[0][g] = carried * scatter_lanes(sum[0], part);
+      out[1][g] = carried * scatter_lanes(sum[1], part);
     }
     if (window_queries > 0) {
+#pragma unroll 4
       for (int j = 0; j < n; ++j) {
         const float4 w = load4(weights + j * kRowRecords + 4 * part);
-        const float from = x[j * at.p_row + own_row];
+        const float from[2] = {own_x[0][j * at.p_row], own_x[1][j * at.p_row]};
         const int t = first_query + part;
-        if (j <= t) out[0] = __fmaf_rn(w.x, from, out[0]);
-        if (j <= t + 4) out[1] = __fmaf_rn(w.y, from, out[1]);
-        if (j <= t + 8) out[2] = __fmaf_rn(w.z, from, out[2]);
-        if (j <= t + 12) out[3] = __fmaf_rn(w.w, from, out[3]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (j <= t) out[r][0] = __fmaf_rn(w.x, from[r], out[r][0]);
+          if (j <= t + 4) out[r][1] = __fmaf_rn(w.y, from[r], out[r][1]);
+          if (j <= t + 8) out[r][2] = __fmaf_rn(w.z, from[r], out[r][2]);
+          if (j <= t + 12) out[r][3] = __fmaf_rn(w.w, from[r], out[r][3]);
+        }
       }
 #pragma unroll
-      for (int g = 0; g < kRowRecords / 4; ++g) {
-        const int q = 4 * g + part;
-        if (q >= window_queries || !has_row) continue;
-        float sum = out[g];
-        if (layer.skip) sum = __fmaf_rn(skip, x[(first_query + q) * at.p_row + own_row], sum);
-        y[(int64_t{span.first_query} + q) * in.y_stride] = sum;
+      for (int k = 0; k < kRowRecords / 2; ++k) {
+        const int r = k & 1, q = 4 * (k >> 1) + part;
+        if (q >= window_queries || !has_row[r]) continue;
+        float sum = out[r][k >> 1];
+        if (has_skip) sum = __fmaf_rn(skip, own_x[r][(first_query + q) * at.p_row], sum);
+        y[(int64_t{span.first_query} + q) * y_stride + row[r]] = sum;
       }
     }
     const bool again = walk.flushes_again(), flush = span.flush;
     const int token = span.end() - 1;
+    float largest = 0.0f;
     if (flush) {
-      if (separate) {
-#pragma unroll
-        for (int i = 0; i < kRowQuads; ++i) v[i] = load4(own_state + 4 * threads * i);
-      }
+      float4 v[2][kRowQuads];
       const float last = carry[n - 1];
 #pragma unroll
-      for (int i = 0; i < kRowQuads; ++i) {
-        v[i] = make_float4(last * v[i].x, last * v[i].y, last * v[i].z, last * v[i].w);
+      for (int i = 0; i < 2 * kRowQuads; ++i) {
+        const float4 from = load4(own_state + step * i);
+        v[i / kRowQuads][i % kRowQuads] =
+            make_float4(last * from.x, last * from.y, last * from.z, last * from.w);
       }
 #pragma unroll 2
       for (int j = 0; j < n; ++j) {
-        const float u = has_row ? fold[j] * x[j * at.p_row + own_row] : 0.0f;
+        const float f = fold[j];
+        const float u0 = has_row[0] ? f * own_x[0][j * at.p_row] : 0.0f,
+                    u1 = has_row[1] ? f * own_x[1][j * at.p_row] : 0.0f;
 #pragma unroll
-        for (int i = 0; i < kRowQuads; ++i)
-          v[i] = fma1(u, load4(b + j * kMamba2Row + 16 * i + 4 * part), v[i]);
+        for (int i = 0; i < kRowQuads; ++i) {
+          const float4 key = load4(b + j * kMamba2Row + 16 * i);
+          v[0][i] = fma1(u0, key, v[0][i]);
+          v[1][i] = fma1(u1, key, v[1][i]);
+        }
       }
-      float4 sum = make_float4(0, 0, 0, 0);
+      float4 sum[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
 #pragma unroll
-      for (int i = 0; i < kRowQuads; ++i)
-        sum = fma4(v[i], load4(c + (queries - 1) * kMamba2Row + 16 * i + 4 * part), sum);
-      float result = sum_of_lanes(sum);
-      if (layer.skip) result = __fmaf_rn(skip, x[(n - 1) * at.p_row + own_row], result);
-      if (part == 0 && has_row) y[int64_t{token} * in.y_stride] = result;
+      for (int i = 0; i < kRowQuads; ++i) {
+        const float4 query = load4(c + (queries - 1) * kMamba2Row + 16 * i);
+        sum[0] = fma4(v[0][i], query, sum[0]);
+        sum[1] = fma4(v[1][i], query, sum[1]);
+      }
+      float result = halve_lanes(sum, part);
+      const int r = part >> 1;
+      if (has_skip) result = __fmaf_rn(skip, (r ? own_x[1] : own_x[0])[(n - 1) * at.p_row], result);
+      if ((part & 1) == 0 && (r ? has_row[1] : has_row[0]))
+        y[int64_t{token} * y_stride + (r ? row[1] : row[0])] = result;
+#pragma unroll
+      for (int i = 0; i < 2 * kRowQuads; ++i)
+        store4(own_state + step * i, v[i / kRowQuads][i % kRowQuads]);
+      if (head_span) {
+        float quad[kRowQuads], of_row[2];
+        bool odd;
+        measure_quads(v[0], quad, &of_row[0], &odd);
+        measure_quads(v[1], quad, &of_row[1], &odd);
+        largest = fmaxf(of_row[0], of_row[1]);
+      }
     }
     more = walk.next(&span);
     __syncthreads();
     if (more)
       records.start(at, shared_floats, span.first, span.records, span.first_query, span.queries());
     if (!flush) continue;
-    float quad[kRowQuads];
-    float largest;
-    bool odd;
-    measure_quads(v, quad, &largest, &odd);
-    odd = odd && has_row;
-    if (odd) first_odd = min(first_odd, token);
     float head_amax = 0.0f;
     if (head_span) {
       head_max.publish(largest);
       head_amax = head_max.collect();
     }
-    const Numbers numbers{v,         quad,     largest,
-                          head_amax, odd,      row,
-                          part,      head_dim, position + static_cast<uint32_t>(token),
-                          !again};
+    // Both rows; the read checkpoint first, since the other takes the folded state's place.
 #pragma unroll 1
-    for (int k = separate ? 1 : 0; k >= 0; --k) {
-      float* to = k == 1 ? own_read : own_state;
-      round_rows<LaneColumns>(k == 1 ? roles[1] : roles[0], numbers, &counts,
-                              [&](int i, float4 q4) { store4(to + 4 * threads * i, q4); });
-      ++encodings;
+    for (int k = separate ? 3 : 1; k >= 0; --k) {
+      const int r = k & 1;
+      float* to = (k > 1 ? own_read : own_state) + r * kRowQuads * step;
+      float4 v[kRowQuads];
+#pragma unroll
+      for (int i = 0; i < kRowQuads; ++i) v[i] = load4(own_state + step * (r * kRowQuads + i));
+      float quad[kRowQuads];
+      bool odd;
+      measure_quads(v, quad, &largest, &odd);
+      const bool has = r ? has_row[1] : has_row[0];
+      odd = odd && has;
+      if (odd) first_odd = min(first_odd, token);
+      const Numbers numbers{v,         quad,     largest,
+                            head_amax, odd,      has ? (r ? row[1] : row[0]) : head_dim,
+                            part,      head_dim, position + static_cast<uint32_t>(token),
+                            !again};
+      ThreadCounts own;
+      round_rows<LaneColumns>(k > 1 ? roles[1] : roles[0], numbers, &own,
+                              [&](int i, float4 q4) { store4(to + step * i, q4); });
+      // Rows past the head's end held zeros times records, which may be anything.
+      if (has) counts.add(own);
     }
+    encodings += separate ? 2 : 1;
   }
-  if (!has_row) counts = {};
   finish_health(head, encodings * head_dim * kRowColumns, first_odd, in.tokens, counts);
 }
 

@@ -15,12 +15,13 @@ namespace replayeval {
 constexpr int kRowRecords = 16;  // longest window, and the tokens an eager head reads at a time
 
 /// How a row of a call is walked: `eager`, windows of 1 token with one shared checkpoint;
-/// `windows`, up to kRowRecords; `general`, everything else.
-enum class RowPath : uint8_t { eager, windows, general };
+/// `separate` and `shared`, windows of up to kRowRecords, `shared` where no plan has a checkpoint
+/// of its own to read; `general`, everything else.
+enum class RowPath : uint8_t { eager, separate, shared, general };
 
 inline RowPath row_path(const StateRow& row, int state_dim, WalkMode mode) {
   if (mode != WalkMode::commit) return RowPath::general;
-  bool eager = true;
+  bool eager = true, shared = true;
   for (size_t p = 0; p < row.plans.size(); ++p) {
     const HeadPlan& plan = row.plans[p];
     if (plan.window > kRowRecords || row.pending[p] >= plan.window || plan.dot != DotType::fp32 ||
@@ -31,20 +32,22 @@ inline RowPath row_path(const StateRow& row, int state_dim, WalkMode mode) {
       return RowPath::general;
     }
     eager = eager && plan.window == 1 && !plan.read;
+    shared = shared && !plan.read;
   }
-  return eager ? RowPath::eager : RowPath::windows;
+  return eager ? RowPath::eager : shared ? RowPath::shared : RowPath::separate;
 }
 
 /// The rows of a call by path, in the order of what they cost: short windows first, of those
 /// stochastic ones before others before FP32.
 struct RowGroups {
-  std::vector<int> eager, windows, general;
+  std::vector<int> eager, separate, shared, general;
 
-  /// eager, then windows.
+  /// eager, separate, shared.
   std::vector<int> fast() const {
-    std::vector<int> both = eager;
-    both.insert(both.end(), windows.begin(), windows.end());
-    return both;
+    std::vector<int> all = eager;
+    all.insert(all.end(), separate.begin(), separate.end());
+    all.insert(all.end(), shared.begin(), shared.end());
+    return all;
   }
 
   template <class Takes>
@@ -60,12 +63,13 @@ struct RowGroups {
         shortest = std::min(shortest, 4 * plan.window + ease);
       }
       least.push_back(shortest);
-      (path == RowPath::eager     ? eager
-       : path == RowPath::windows ? windows
-                                  : general)
+      (path == RowPath::eager      ? eager
+       : path == RowPath::separate ? separate
+       : path == RowPath::shared   ? shared
+                                   : general)
           .push_back(static_cast<int>(r));
     }
-    for (std::vector<int>* list : {&eager, &windows, &general}) {
+    for (std::vector<int>* list : {&eager, &separate, &shared, &general}) {
       std::stable_sort(list->begin(), list->end(), [&](int a, int b) {
         return least[static_cast<size_t>(a)] < least[static_cast<size_t>(b)];
       });
@@ -73,38 +77,44 @@ struct RowGroups {
   }
 };
 
-/// A second stream of the calling thread, so that launches of one call run beside each other:
-/// `fork` makes it wait for what `stream` has so far, `join` makes `stream` wait for it.
-class SideStream {
+/// Further streams of the calling thread, so that launches of one call run beside each other:
+/// `fork` makes them wait for what `stream` has so far, `join` makes `stream` wait for them.
+class SideStreams {
  public:
+  static constexpr int kCount = 2;
+
   void fork(cudaStream_t stream) {
     CUDA_CHECK(cudaEventRecord(begin_, stream));
-    CUDA_CHECK(cudaStreamWaitEvent(side_, begin_, 0));
+    for (cudaStream_t side : side_) CUDA_CHECK(cudaStreamWaitEvent(side, begin_, 0));
   }
-  cudaStream_t stream() const { return side_; }
+  cudaStream_t operator[](int i) const { return side_[i]; }
   void join(cudaStream_t stream) {
-    CUDA_CHECK(cudaEventRecord(end_, side_));
-    CUDA_CHECK(cudaStreamWaitEvent(stream, end_, 0));
+    for (int i = 0; i < kCount; ++i) {
+      CUDA_CHECK(cudaEventRecord(end_[i], side_[i]));
+      CUDA_CHECK(cudaStreamWaitEvent(stream, end_[i], 0));
+    }
   }
-  /// That of the current device; lives as long as the process.
-  static SideStream& current() {
-    thread_local std::vector<SideStream*> all;
+  /// Those of the current device; they live as long as the process.
+  static SideStreams& current() {
+    thread_local std::vector<SideStreams*> all;
     int device = 0;
     CUDA_CHECK(cudaGetDevice(&device));
     if (all.size() <= static_cast<size_t>(device)) all.resize(static_cast<size_t>(device) + 1);
-    SideStream*& own = all[static_cast<size_t>(device)];
-    if (!own) own = new SideStream;
+    SideStreams*& own = all[static_cast<size_t>(device)];
+    if (!own) own = new SideStreams;
     return *own;
   }
 
  private:
-  SideStream() {
-    CUDA_CHECK(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
+  SideStreams() {
     CUDA_CHECK(cudaEventCreateWithFlags(&begin_, cudaEventDisableTiming));
-    CUDA_CHECK(cudaEventCreateWithFlags(&end_, cudaEventDisableTiming));
+    for (int i = 0; i < kCount; ++i) {
+      CUDA_CHECK(cudaStreamCreateWithFlags(&side_[i], cudaStreamNonBlocking));
+      CUDA_CHECK(cudaEventCreateWithFlags(&end_[i], cudaEventDisableTiming));
+    }
   }
-  cudaStream_t side_ = nullptr;
-  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+  cudaStream_t side_[kCount] = {};
+  cudaEvent_t begin_ = nullptr, end_[kCount] = {};
 };
 
 // ---------------------------------------------------------------- device
@@ -143,6 +153,20 @@ __device__ __forceinline__ void copy_rows_async(float* to, int to_row, const flo
 }
 __device__ __forceinline__ bool rows_aligned(const float* from, int64_t row, int width) {
   return ((reinterpret_cast<uintptr_t>(from) & 15) | ((row | width) & 3)) == 0;
+}
+
+/// ((x_first + x_{first + 1}) + ...) + x_last of kRowRecords numbers, 0 where there are none.
+__device__ __forceinline__ float sum_between(const float* x, int first, int last) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kRowRecords; k += 4) {
+    const float4 v = load4(x + k);
+    if (first <= k && k <= last) sum = sum + v.x;
+    if (first <= k + 1 && k + 1 <= last) sum = sum + v.y;
+    if (first <= k + 2 && k + 2 <= last) sum = sum + v.z;
+    if (first <= k + 3 && k + 3 <= last) sum = sum + v.w;
+  }
+  return sum;
 }
 
 /// Thread block clusters; without them (below 9.0) a block is alone.

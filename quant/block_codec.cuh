@@ -43,6 +43,13 @@ inline __host__ __device__ size_t block_codec_bytes(int head_dim) {
 /// Counts of one thread.
 struct ThreadCounts {
   uint32_t non_finite = 0, saturated = 0, clipped = 0, vanished = 0;
+
+  __device__ void add(const ThreadCounts& c) {
+    non_finite += c.non_finite;
+    saturated += c.saturated;
+    clipped += c.clipped;
+    vanished += c.vanished;
+  }
 };
 
 /// body(element) for the thread's share of the matrix: warps take lines along the contiguous axis.
@@ -378,12 +385,7 @@ struct ElementCounter {
     counts.saturated += outside && (!scaled || !finite) ? 1 : 0;
     counts.clipped += outside && scaled && finite ? 1 : 0;
   }
-  __device__ void add_to(ThreadCounts* to) const {
-    to->non_finite += counts.non_finite;
-    to->saturated += counts.saturated;
-    to->clipped += counts.clipped;
-    to->vanished += counts.vanished;
-  }
+  __device__ void add_to(ThreadCounts* to) const { to->add(counts); }
 };
 
 template <class Rule>

@@ -2,6 +2,7 @@
 // bit for bit.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/gdn_cuda.h"
@@ -94,6 +95,12 @@ class Problem {
   }
   void poison(int row, int token) {
     v_[(int64_t{row} * tokens_ + token) * v_row_ + 3] = INFINITY;
+    device_v_.set(v_);
+  }
+  void scale(int row, float factor) {
+    const auto from = v_.begin() + int64_t{row} * tokens_ * v_row_;
+    std::transform(from, from + int64_t{tokens_} * v_row_, from,
+                   [&](float x) { return factor * x; });
     device_v_.set(v_);
   }
   void check_outputs() const {
@@ -189,6 +196,41 @@ TEST_CASE("gpu: gdn and kda have the host's bits for every format, ragged rows a
       INFO("row " << r);
       CHECK(done[r] == kTokens);
       rows[r].check_equal();
+    }
+    problem.check_outputs();
+  }
+}
+
+TEST_CASE("gpu: gdn rows of 128 columns, from subnormal numbers to infinity") {
+  if (!gpu() || !host_has_fma()) return;
+  for (Sizes sizes : {Sizes{1, 2, 128, 128, false}, Sizes{1, 2, 64, 128, false},
+                      Sizes{1, 3, 20, 128, false}, Sizes{1, 1, 97, 128, false}}) {
+    INFO(named(sizes));
+    std::mt19937 random(61);
+    std::deque<RowPair> rows;
+    std::vector<float> magnitudes;
+    for (const std::string& name : row_formats()) {
+      for (int window : {1, 4, 16}) {
+        magnitudes.push_back(row_magnitude(magnitudes.size()));
+        const std::string both = window == 4 ? "fp32|" + name : name;
+        rows.emplace_back(StateShape{sizes.value_dim, sizes.key_dim}, sizes.value_heads,
+                          std::vector<HeadPlan>{plan_of(both, window)}, std::vector<uint8_t>{}, 9u,
+                          &random, magnitudes.back());
+      }
+    }
+    const int count = static_cast<int>(rows.size());
+    Problem problem(sizes, count, 70, 62);
+    for (int r = 0; r < count; ++r) problem.scale(r, magnitudes[static_cast<size_t>(r)]);
+    for (int row : {9, 11, 51}) problem.poison(row, 40);
+    for (int first : {0, 37}) {
+      const int tokens = first == 0 ? 37 : 33;
+      advance(problem, rows, std::vector<int>(rows.size(), first),
+              std::vector<int>(rows.size(), tokens), AdvanceMode::commit);
+      for (RowPair& row : rows) row.move(tokens);
+    }
+    for (int r = 0; r < count; ++r) {
+      INFO("row " << r);
+      rows[static_cast<size_t>(r)].check_equal();
     }
     problem.check_outputs();
   }

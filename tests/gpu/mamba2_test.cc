@@ -1,6 +1,8 @@
 // Mamba-2 on the device: outputs, checkpoints, cursors and health are the host's, bit for bit.
 #include <doctest/doctest.h>
 
+#include <algorithm>
+
 #include "kernels/mamba2_cuda.h"
 #include "tests/gpu/state_rows.h"
 
@@ -85,6 +87,12 @@ class Problem {
     for (int i = 0; i < n_row_; i += 7)
       b_[(int64_t{row} * tokens_ + token) * n_row_ + i] = INFINITY;
     device_b_.set(b_);
+  }
+  void scale(int row, float factor) {
+    const auto from = x_.begin() + int64_t{row} * tokens_ * x_row_;
+    std::transform(from, from + int64_t{tokens_} * x_row_, from,
+                   [&](float x) { return factor * x; });
+    device_x_.set(x_);
   }
   void make_exact(int row, int base, std::mt19937* random) {
     const auto pick = [&](int n) {
@@ -179,6 +187,40 @@ TEST_CASE("gpu: mamba2 has the host's bits for every format, ragged rows and any
       INFO("row " << r);
       CHECK(done[r] == kTokens);
       rows[r].check_equal();
+    }
+    problem.check_outputs();
+  }
+}
+
+TEST_CASE("gpu: mamba2 rows of 128 columns, from subnormal numbers to infinity") {
+  if (!gpu() || !host_has_fma()) return;
+  for (Sizes sizes : {Sizes{3, 1, 80, 128}, Sizes{2, 1, 5, 128}}) {
+    INFO(sizes.heads << " heads [" << sizes.head_dim << ", " << sizes.state_dim << "]");
+    std::mt19937 random(41);
+    std::deque<RowPair> rows;
+    std::vector<float> magnitudes;
+    for (const std::string& name : row_formats()) {
+      for (int window : {1, 4, 16}) {
+        magnitudes.push_back(row_magnitude(magnitudes.size()));
+        const std::string both = window == 4 ? "fp32|" + name : name;
+        rows.emplace_back(StateShape{sizes.head_dim, sizes.state_dim}, sizes.heads,
+                          std::vector<HeadPlan>{plan_of(both, window)}, std::vector<uint8_t>{}, 9u,
+                          &random, magnitudes.back());
+      }
+    }
+    const int count = static_cast<int>(rows.size());
+    Problem problem(sizes, count, 70, 42);
+    for (int r = 0; r < count; ++r) problem.scale(r, magnitudes[static_cast<size_t>(r)]);
+    for (int row : {9, 11, 51}) problem.poison(row, 40);
+    for (int first : {0, 37}) {
+      const int tokens = first == 0 ? 37 : 33;
+      advance(problem, rows, std::vector<int>(rows.size(), first),
+              std::vector<int>(rows.size(), tokens), AdvanceMode::commit);
+      for (RowPair& row : rows) row.move(tokens);
+    }
+    for (int r = 0; r < count; ++r) {
+      INFO("row " << r);
+      rows[static_cast<size_t>(r)].check_equal();
     }
     problem.check_outputs();
   }

@@ -220,4 +220,22 @@ inline std::vector<HeadPlan> plans_to_test() {
   return plans;
 }
 
+/// Formats of every kind of element and scale whose rows may lie in registers, rounded both ways.
+inline std::vector<std::string> row_formats() {
+  std::vector<std::string> names;
+  for (const char* name :
+       {"fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp8", "int8", "int16", "nvfp4", "mxfp4",
+        "mxfp8", "mxfp8_e5m2", "4over6", "formats/e3m2_block32.yaml", "formats/int4_block32.yaml",
+        "formats/nf4.yaml"}) {
+    names.push_back(name);
+    names.push_back(std::string(name) + "+sr");
+  }
+  return names;
+}
+/// Sizes of the numbers of a state for which formats saturate, vanish, or are not left at all.
+inline float row_magnitude(size_t i) {
+  constexpr float kMagnitudes[] = {1.0f, 1e-6f, 1e5f, 1e-39f, 3e33f, 1e-12f, 300.0f};
+  return kMagnitudes[i % (sizeof kMagnitudes / sizeof kMagnitudes[0])];
+}
+
 }  // namespace replayeval::test
