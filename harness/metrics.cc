@@ -104,7 +104,12 @@ std::vector<PositionFigures> measure(const Model& model, const Hidden& hidden, i
     f.top1.resize(static_cast<size_t>(tokens));
   }
   if (model.backend().on_device()) {
+    const auto start = std::chrono::steady_clock::now();
     measure_on_device(model, hidden, rows, tokens, targets, figures);
+    if (times != nullptr) {
+      times->metrics +=
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
     return figures;
   }
   const int64_t slice = std::clamp<int64_t>(

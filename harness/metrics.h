@@ -33,7 +33,7 @@ struct PositionFigures {
 /// Logits that `measure` holds at a time.
 constexpr int64_t kLogitSliceBytes = int64_t{64} << 20;
 
-/// Seconds of one call of `measure`.
+/// Seconds of one call of `measure`; on a device all of it counts as metrics.
 struct MeasureTimes {
   double head = 0;     // LM head
   double metrics = 0;  // summaries and KL

@@ -141,18 +141,19 @@ class Backend {
   virtual const float* constant(const std::vector<float>& host) = 0;
   virtual WeightView weight(const WeightView& host) = 0;
 
-  // Products. `bf16`: operands are rounded to BF16 where the library multiplies; sums are FP32.
-  /// `fp32_result`: y keeps FP32 precision whatever the compute type is (logits).
-  /// y = x W^T + b for each range of tokens in turn (DESIGN.md section 2, iii). x [m, in], y [m,
-  /// out] contiguous but for x_stride. `w` and `bias` are the host's.
+  // Products. With BF16 compute operands are rounded to BF16 where the library multiplies; sums are
+  // FP32.
+  /// y = x W^T + b for each range of tokens in turn (DESIGN.md section 2, iii); the ranges follow one
+  /// another from token 0. x [m, in], y [m, out] contiguous but for x_stride. `w` and `bias` are the
+  /// host's. y is rounded to the activation type of the compute type unless `fp32_result` (logits).
   virtual void linear(const float* x, int64_t x_stride, const WeightView& w,
                       const std::vector<float>& bias, float* y, std::span<const TokenRange> ranges,
                       bool fp32_result = false) = 0;
   /// FP32 products in the fixed order for routers: as kernels' `linear`.
   virtual void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                            float* y) = 0;
-  /// Independent products; x_rows are the backend's, `w` and bias as in kernels/dense.h but the
-  /// host's.
+  /// Independent products, rounded likewise; x_rows are the backend's, `w` and bias as in
+  /// kernels/dense.h but the host's.
   virtual void linear(std::span<const LinearJob> jobs) = 0;
 
   // Elementwise work, as in kernels/elementwise.h with the backend's arrays.

@@ -159,12 +159,18 @@ class CudaBackend : public Backend {
 
   void linear(const float* x, int64_t x_stride, const WeightView& w, const std::vector<float>& bias,
               float* y, std::span<const TokenRange> ranges, bool fp32_result) override {
-    std::vector<LinearJob> jobs;
-    for (const TokenRange& range : ranges) {
-      jobs.push_back({x + range.first * x_stride, x_stride, nullptr, range.tokens, w,
-                      bias.empty() ? nullptr : bias.data(), y + range.first * w.rows, w.rows});
+    const float* b = bias.empty() ? nullptr : bias.data();
+    if (fast_) {
+      library("product", [&] {
+        const c10::InferenceMode guard;
+        multiply_ranges(x, x_stride, w, b, y, ranges, fp32_result);
+      });
+      return;
     }
-    multiply(jobs, fp32_result);
+    // The fixed order gives a row the same bits whatever is multiplied beside it.
+    const int64_t tokens = ranges.empty() ? 0 : ranges.back().first + ranges.back().tokens;
+    const LinearJob job{x, x_stride, nullptr, tokens, w, b, y, w.rows};
+    multiply({&job, 1}, fp32_result);
   }
   void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                    float* y) override {
@@ -337,30 +343,31 @@ class CudaBackend : public Backend {
 
   /// Products of host weights with device arrays.
   void multiply(std::span<const LinearJob> jobs, bool fp32_result) {
-    if (!fast_) {
-      std::vector<LinearJob> placed(jobs.begin(), jobs.end());
-      for (LinearJob& job : placed) {
-        if (job.bias != nullptr) job.bias = constant(job.bias, static_cast<size_t>(job.w.rows));
-        job.w = weight(job.w);
-      }
-      linear_cuda(placed);
+    if (fast_) {
+      library("product", [&] {
+        const c10::InferenceMode guard;
+        for (const LinearJob& job : jobs) multiply_fast(job, fp32_result);
+      });
       return;
     }
-    library("product", [&] {
-      const c10::InferenceMode guard;
-      for (const LinearJob& job : jobs) multiply_fast(job, fp32_result);
-    });
+    std::vector<LinearJob> placed(jobs.begin(), jobs.end());
+    for (LinearJob& job : placed) {
+      if (job.bias != nullptr) job.bias = constant(job.bias, static_cast<size_t>(job.w.rows));
+      job.w = weight(job.w);
+    }
+    linear_cuda(placed);
+    if (!bf16_ || fp32_result) return;
+    for (const LinearJob& job : placed) {  // contiguous
+      round_to_cuda(WeightType::bf16, job.y, job.m * job.w.rows);
+    }
   }
 
   void multiply_fast(const LinearJob& job, bool fp32_result) {
     if (job.m == 0) return;
-    const int64_t in = job.w.cols, out = job.w.rows;
-    // A result that stays FP32 keeps its weights: those of other types are not rounded to BF16.
-    const bool as_bf16 = bf16_ && (!fp32_result || job.w.type == WeightType::bf16);
-    const WeightView w = weight(job.w, as_bf16 ? WeightType::bf16 : job.w.type);
-    Buffer gathered;
+    const int64_t in = job.w.cols;
     const float* x = job.x;
     int64_t x_stride = job.x_stride;
+    Buffer gathered;
     if (job.x_rows != nullptr) {
       gathered = Buffer(*this, job.m * in);
       widen_rows_cuda({job.x, WeightType::fp32, 0, in, job.x_stride}, job.x_rows, job.m,
@@ -368,19 +375,50 @@ class CudaBackend : public Backend {
       x = gathered.data();
       x_stride = in;
     }
-    at::Tensor y = view(job.y, {job.m, out}, {job.y_stride, 1}, at::kFloat);
+    const TokenRange whole{0, job.m};
+    multiply_ranges(x, x_stride, job.w, job.bias, job.y, {&whole, 1}, fp32_result);
+  }
+
+  /// A product of the library for each range; y [tokens, out] contiguous.
+  void multiply_ranges(const float* x, int64_t x_stride, const WeightView& host_weight,
+                       const float* host_bias, float* y, std::span<const TokenRange> ranges,
+                       bool fp32_result) {
+    if (ranges.empty()) return;
+    const int64_t in = host_weight.cols, out = host_weight.rows;
+    const int64_t tokens = ranges.back().first + ranges.back().tokens;
+    // A result that stays FP32 keeps its weights: those of other types are not rounded to BF16.
+    const bool as_bf16 = bf16_ && (!fp32_result || host_weight.type == WeightType::bf16);
+    const WeightView w = weight(host_weight, as_bf16 ? WeightType::bf16 : host_weight.type);
     at::Tensor weights = view(w.data, {out, in}, {in, 1}, scalar_type(w.type)).t();
+    const at::Tensor bias =
+        host_bias == nullptr
+            ? at::Tensor()
+            : view(constant(host_bias, static_cast<size_t>(out)), {out}, {1}, at::kFloat);
+    at::Tensor result = view(y, {tokens, out}, {out, 1}, at::kFloat);
+    at::Tensor source = view(x, {tokens, in}, {x_stride, 1}, at::kFloat);
     if (as_bf16) {
-      at::Tensor narrow = at::empty({job.m, in}, device_options(at::kBFloat16));
-      narrow_cuda(x, x_stride, job.m, in, WeightType::bf16, narrow.data_ptr());
-      at::mm_out(y, narrow, weights, at::kFloat);
-    } else {
-      if (w.type != WeightType::fp32) weights = weights.to(at::kFloat);
-      at::mm_out(y, view(x, {job.m, in}, {x_stride, 1}, at::kFloat), weights);
+      at::Tensor narrow = at::empty({tokens, in}, device_options(at::kBFloat16));
+      narrow_cuda(x, x_stride, tokens, in, WeightType::bf16, narrow.data_ptr());
+      source = narrow;
+    } else if (w.type != WeightType::fp32) {
+      weights = weights.to(at::kFloat);
     }
-    if (job.bias != nullptr) {
-      y.add_(view(constant(job.bias, static_cast<size_t>(out)), {out}, {1}, at::kFloat));
+    // Without a bias the library rounds the sums itself.
+    const bool rounded = as_bf16 && !fp32_result && !bias.defined();
+    at::Tensor narrow_result =
+        rounded ? at::empty({tokens, out}, device_options(at::kBFloat16)) : at::Tensor();
+    for (const TokenRange& range : ranges) {
+      const at::Tensor part = source.narrow(0, range.first, range.tokens);
+      at::Tensor to = (rounded ? narrow_result : result).narrow(0, range.first, range.tokens);
+      if (as_bf16 && !rounded) {
+        at::mm_out(to, part, weights, at::kFloat);
+      } else {
+        at::mm_out(to, part, weights);
+      }
     }
+    if (rounded) result.copy_(narrow_result);
+    if (bias.defined()) result.add_(bias);
+    if (bf16_ && !fp32_result && !rounded) round_to_cuda(WeightType::bf16, y, tokens * out);
   }
 
   bool fast_;

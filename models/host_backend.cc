@@ -110,13 +110,21 @@ class HostBackend : public Backend {
       } else {
         replayeval::linear(from, range.tokens, x_stride, w, constant(bias), to, w.rows);
       }
+      if (!fp32_result) round_to(activation(), to, range.tokens * w.rows);
     }
   }
   void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                    float* y) override {
     replayeval::linear(x, m, x_stride, w, nullptr, y, w.rows);
   }
-  void linear(std::span<const LinearJob> jobs) override { replayeval::linear(jobs); }
+  void linear(std::span<const LinearJob> jobs) override {
+    replayeval::linear(jobs);
+    if (!bf16_) return;
+    for (const LinearJob& job : jobs) {
+      for (int64_t i = 0; i < job.m; ++i)
+        round_to(activation(), job.y + i * job.y_stride, job.w.rows);
+    }
+  }
 
   void rms_norm(const RmsNorm& norm, const float* x, int64_t x_stride, const float* gate,
                 int64_t gate_stride, float* y, int64_t y_stride, int64_t rows,
@@ -213,6 +221,8 @@ class HostBackend : public Backend {
   }
 
  private:
+  WeightType activation() const { return bf16_ ? WeightType::bf16 : WeightType::fp32; }
+
   bool fast_;
   bool bf16_;
 };

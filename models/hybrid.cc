@@ -82,7 +82,6 @@ struct Model::Implementation {
     const int64_t m = call.tokens;
     Buffer y = buffer(m * layer.weight.rows);
     backend->linear(x, layer.weight.cols, layer.weight, layer.bias, y.data(), call.ranges);
-    backend->round_to(activation, y.data(), m * layer.weight.rows);
     return y;
   }
 
@@ -598,10 +597,8 @@ void Model::Implementation::experts(const MoeSpec& mixer, const float* logits, c
     const Stopwatch timed = watch(call.times->products);
     backend->linear(first_jobs);
   }
-  backend->round_to(activation, up.data(), slots * up_width);
   const MlpSpec& form = mixer.experts.front();
   if (form.gate) {
-    backend->round_to(activation, gate.data(), slots * up_width);
     backend->activate_multiply(form.activation, gate.data(), up_width, form.gate_multiplier,
                                up.data(), up_width, up.data(), up_width, slots, up_width,
                                activation);
@@ -613,7 +610,6 @@ void Model::Implementation::experts(const MoeSpec& mixer, const float* logits, c
     const Stopwatch timed = watch(call.times->products);
     backend->linear(second_jobs);
   }
-  backend->round_to(activation, down.data(), slots * out_width);
   backend->combine_experts(reinterpret_cast<const int32_t*>(slots_memory.data()),
                            reinterpret_cast<const float*>(weights_memory.data()),
                            mixer.experts_per_token, down.data(), out_width,
