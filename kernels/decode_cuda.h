@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "kernels/gdn.h"
 #include "kernels/mamba2.h"
@@ -85,5 +86,22 @@ void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
 
 /// pending and position after a token: pending + 1, or 0 after a flush.
 void decode_step_cuda(const DecodeRows& rows, int window, CudaStream stream = nullptr);
+
+/// Work that is queued once and run many times, as a CUDA graph: the decode functions with
+/// decode_step_cuda behind them, for example. The arrays that it names must outlive it.
+class CapturedSteps {
+ public:
+  /// Calls queue(stream), which queues work in the stream it is given and waits for nothing.
+  /// Nothing runs yet. Throws std::runtime_error for what cannot be captured.
+  explicit CapturedSteps(const std::function<void(CudaStream)>& queue);
+  CapturedSteps(const CapturedSteps&) = delete;
+  CapturedSteps& operator=(const CapturedSteps&) = delete;
+  ~CapturedSteps();
+  /// Queues all of it in `stream`.
+  void run(CudaStream stream = nullptr) const;
+
+ private:
+  void* graph_ = nullptr;
+};
 
 }  // namespace replayeval

@@ -1,8 +1,8 @@
 // What the kernels share that stream checkpoints through shared memory (mamba2_decode_fp32.cu,
 // gdn_decode_fp32.cu): a block that stays takes unit after unit (some heads of one row), its warps
 // the unit's tiles (a few rows of a head), each warp with a ring of tiles of its own that are
-// copied behind its back. Copies run ahead across units, so that memory is busy while the block
-// prepares the next unit.
+// copied behind its back, with the ring's records of those rows. Copies run ahead across units, and
+// what a unit needs to be prepared is asked for a unit before, so that memory is never idle.
 #pragma once
 
 #include <algorithm>
@@ -13,88 +13,97 @@
 
 namespace replayeval {
 
-/// A block's units: whole ones in turn with the other blocks, and of those that do not go round an
-/// equal share of tiles.
-struct TileWalk {
-  int tiles, whole, round = -1, rest, rest_end;
-  int unit = 0, first = 0, last = 0;  // tiles first .. last - 1 of a unit
+/// Tiles first .. last - 1 of a unit; none behind a block's last run.
+struct TileRun {
+  int unit, first, last;
+  __device__ bool real() const { return first < last; }
+};
 
-  __device__ TileWalk(int units, int tiles) : tiles(tiles), whole(units / gridDim.x) {
+/// A block's runs: whole units in turn with the other blocks, and of the units that do not go round
+/// an equal share of tiles.
+struct TileShare {
+  int tiles, whole, rest, rest_end;
+
+  __device__ TileShare(int units, int tiles)
+      : tiles(tiles), whole(units / static_cast<int>(gridDim.x)) {
     const int64_t left = int64_t{units - whole * static_cast<int>(gridDim.x)} * tiles;
     rest = static_cast<int>(left * blockIdx.x / gridDim.x);
     rest_end = static_cast<int>(left * (blockIdx.x + 1) / gridDim.x);
   }
-  __device__ bool next() {
-    if (++round < whole) {
-      unit = round * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-      first = 0;
-      last = tiles;
-      return true;
-    }
-    if (rest >= rest_end) return false;
-    unit = whole * static_cast<int>(gridDim.x) + rest / tiles;
-    first = rest % tiles;
-    last = min(tiles, first + rest_end - rest);
-    rest += last - first;
-    return true;
+  __device__ TileRun run(int index) const {
+    const int grid = static_cast<int>(gridDim.x);
+    if (index < whole) return {index * grid + static_cast<int>(blockIdx.x), 0, tiles};
+    const int k = rest / tiles + index - whole;
+    return {whole * grid + k, max(rest - k * tiles, 0), min(rest_end - k * tiles, tiles)};
   }
 };
 
-/// A warp's copies: tile after tile into the places of its ring.
-template <int kPlaces, class Copy>
-struct TileCopies {
-  TileWalk walk;
-  Copy copy;  // (unit, tile, place)
-  int tile = 0, place = 0;
-  bool more = true;
+/// The runs of a block in turn with what must be known of a row before its records can be asked
+/// for: how many lie in its ring, read a run ahead.
+struct TileRuns {
+  const TileShare* share;
+  const int32_t* pending;
+  int row_units, index = -1;
+  TileRun now, next;
+  int t, next_t = 0;
 
-  __device__ TileCopies(const TileWalk& from, Copy copy) : walk(from), copy(copy) {
+  __device__ TileRuns(const TileShare* share, const int32_t* pending, int row_units)
+      : share(share), pending(pending), row_units(row_units) {
+    next = share->run(0);
+    if (next.real()) next_t = pending[next.unit / row_units];
+  }
+  __device__ void move() {
+    ++index;
+    now = next;
+    t = next_t;
+    next = share->run(index + 1);
+    if (next.real()) next_t = pending[next.unit / row_units];
+  }
+};
+
+/// A warp's copies: tile after tile, each in kSteps parts, into the places of its ring.
+template <int kPlaces, int kSteps, class Copy>
+struct TileCopies {
+  TileRuns runs;
+  Copy copy;  // (unit, tile, step, place, records in the row's ring)
+  int tile = 0, step = 0, place = 0;
+
+  __device__ TileCopies(const TileRuns& from, Copy copy) : runs(from), copy(copy) {
     enter();
 #pragma unroll 1
     for (int i = 0; i + 1 < kPlaces; ++i) begin();
   }
   __device__ void enter() {
-    more = walk.next();
-    tile = walk.first + static_cast<int>(threadIdx.x >> 5);
+    runs.move();
+    tile = runs.now.first + static_cast<int>(threadIdx.x >> 5);
   }
   /// Begins the next copy.
   __device__ void begin() {
-    while (more && tile >= walk.last) enter();
-    if (more) copy(walk.unit, tile, place);
+    while (runs.now.real() && tile >= runs.now.last) enter();
+    if (runs.now.real()) copy(runs.now.unit, tile, step, place, runs.t);
     commit_copies();
-    tile += static_cast<int>(blockDim.x >> 5);
+    if (++step == kSteps) {
+      step = 0;
+      tile += static_cast<int>(blockDim.x >> 5);
+    }
     if (++place == kPlaces) place = 0;
   }
-  /// Waits for the oldest copy; its place is free once the warp has passed here the next time.
+  /// Waits for the oldest copy, and for what was asked for before it; its place is free once the
+  /// warp has passed here the next time.
   __device__ void wait() const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPlaces - 2) : "memory");
     __syncwarp();
   }
 };
 
-/// Copies `rows` runs of `run` bytes (a multiple of 16), the i-th from from(i), one behind the
-/// other to shared memory, four loads of a thread in flight; also(i, offset, 16 bytes) sees each.
-template <class From, class Also>
-__device__ void gather_runs(int rows, int run, std::byte* to, From&& from, Also&& also) {
-  const int chunks = run / 16, count = rows * chunks, threads = static_cast<int>(blockDim.x);
-  for (int base = threadIdx.x; base < count; base += 4 * threads) {
-    uint4 v[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int i = base + k * threads;
-      if (i < count) {
-        v[k] = *reinterpret_cast<const uint4*>(
-            reinterpret_cast<const std::byte*>(from(i / chunks)) + 16 * (i % chunks));
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int i = base + k * threads;
-      if (i >= count) continue;
-      *reinterpret_cast<uint4*>(to + 16 * i) = v[k];
-      also(i / chunks, 16 * (i % chunks), v[k]);
-    }
-  }
+/// Waits for all copies, also those that are in no group yet.
+__device__ __forceinline__ void finish_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/// Begins to copy 4 bytes, as copy_async does 16.
+__device__ __forceinline__ void copy_word(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(from));
 }
 
 /// Adds a warp's counts of FP32 numbers that were stored.
@@ -128,21 +137,22 @@ struct TileLaunch {
   int warps = 0, blocks = 0;
   size_t shared = 0;
 
-  /// `fixed` bytes of a block and `ring` of a warp; two blocks a multiprocessor where that leaves
-  /// four warps each.
-  static TileLaunch fit(size_t fixed, size_t ring, int units, int tiles) {
+  /// `fixed` bytes of a block and `ring` of a warp; up to `most_blocks` blocks of `most_warps`
+  /// warps a multiprocessor, or fewer of at least four warps.
+  static TileLaunch fit(size_t fixed, size_t ring, int units, int tiles, int most_blocks,
+                        int most_warps) {
     int device = 0, all = 0, each = 0, count = 0;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
     CUDA_CHECK(cudaDeviceGetAttribute(&each, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     TileLaunch launch;
-    for (int blocks : {2, 1}) {
+    for (int blocks = most_blocks; blocks > 0; --blocks) {
       const int room = std::min(all / blocks - 1024, each) - static_cast<int>(fixed);
-      const int warps = std::min(8, room / static_cast<int>(ring));
-      if (warps < (blocks == 2 ? 4 : 1)) continue;
+      const int warps = std::min(most_warps, room / static_cast<int>(ring));
+      if (warps < (blocks > 1 ? 4 : 1)) continue;
       launch.warps = warps;
-      const int64_t most = (int64_t{units} * tiles + warps - 1) / warps;
+      const int64_t most = int64_t{units} * ((tiles + warps - 1) / warps);
       launch.blocks = static_cast<int>(std::min<int64_t>(most, blocks * count));
       launch.shared = fixed + static_cast<size_t>(warps) * ring;
       break;

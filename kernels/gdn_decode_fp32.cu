@@ -2,8 +2,8 @@
 // the value heads of one key head of one row, so that its keys are normalised and multiplied once;
 // a tile is eight rows of a head. Half of a warp reads a row with the key each, the other half with
 // the query, one chain over key_dim a thread as kernels/gdn.h has it. A flush needs no other row:
-// the ring's corrections are what R and the raw records would give again, so it folds a tile where
-// it lies.
+// the ring's corrections are what R and the raw records would give again, so it folds eight rows
+// after the other where they lie.
 #include <cmath>
 
 #include "kernels/decode_tiles.cuh"
@@ -12,8 +12,10 @@
 namespace replayeval {
 namespace {
 
-constexpr int kTileRows = 8;
-constexpr int kPlaces = 3;  // tiles in a warp's ring
+constexpr int kTileRows = 32, kSteps = 4;
+constexpr int kFlushRows = kTileRows / kSteps;
+constexpr int kPlaces = 3;  // steps in a warp's ring
+constexpr int kMostWarps = 4, kMostBlocks = 3;
 
 struct Launch {
   GdnLayer layer;
@@ -27,156 +29,174 @@ struct Launch {
 
 /// Shared memory in bytes, behind it the warps' rings.
 struct Layout {
-  int k_row;  // floats
-  int keys, query, dots, decay, u, v, beta, key_weights, query_weights, fold_weights, end;
+  int k_row;                                     // floats
+  int raw_keys, raw_query, decay, beta, inputs;  // of a unit, twice
+  int keys, query, dots, key_weights, query_weights, fold_weights, end;
+  int place, warp;  // a step of a tile; a warp's corrections of the ring, behind them its places
 
-  __host__ __device__ Layout(int value_dim, int key_dim, int window, int heads) {
+  __host__ __device__ Layout(int key_dim, int window, int heads, int act_bytes, int u_bytes) {
     k_row = key_dim + 4;
     int at = 0;
-    const auto take = [&at](int floats) {
+    const auto take = [&at](int bytes) {
       const int from = at;
-      at += (4 * floats + 15) / 16 * 16;
+      at += (bytes + 15) / 16 * 16;
       return from;
     };
-    keys = take(window * k_row);
-    query = take(k_row);
-    dots = take(2 * window);
-    decay = take(window * heads);
-    u = take(window * heads * value_dim);
-    v = take(heads * value_dim);
-    beta = take(heads);
+    raw_keys = take(window * key_dim * act_bytes);
+    raw_query = take(key_dim * act_bytes);
+    decay = take(4 * window * heads);
+    beta = take(4 * heads);
+    inputs = at;
+    at *= 2;
+    keys = take(4 * window * k_row);
+    query = take(4 * k_row);
+    dots = take(8 * window);
     // Of a head: records, then the checkpoint's.
-    key_weights = take(heads * (window + 1));
-    query_weights = take(heads * (window + 1));
-    fold_weights = take(heads * window);
+    key_weights = take(4 * heads * (window + 1));
+    query_weights = take(4 * heads * (window + 1));
+    fold_weights = take(4 * heads * window);
     end = at;
+    place = kFlushRows * 4 * key_dim;
+    warp = kTileRows * window * u_bytes + kPlaces * place;
   }
 };
 
 template <class Act, int kKeyDim>
-__global__ void __launch_bounds__(256, kKeyDim > 128 ? 1 : 2)
+__global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
     decode_fp32(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) std::byte shared[];
-  constexpr int kChunks = kKeyDim / 4, kTileBytes = kTileRows * kKeyDim * 4, kN16 = kKeyDim / 16;
+  constexpr int kChunks = kKeyDim / 4, kStepChunks = kChunks / kSteps,
+                kStepBytes = kFlushRows * kKeyDim * 4, kN16 = kKeyDim / 16;
   const GdnLayer& layer = p.layer;
   const int value_dim = layer.value_dim, heads = layer.value_heads / layer.key_heads,
-            window = p.window, width = heads * value_dim;
-  const Layout at(value_dim, kKeyDim, window, heads);
+            window = p.window;
+  const int u_bytes = p.ring_u == RecordType::bf16 ? 2 : 4;
+  const Layout at(kKeyDim, window, heads, sizeof(Act), u_bytes);
+  constexpr int kEach = 16 / sizeof(Act);
   const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
   const int head_tiles = value_dim / kTileRows;
   const int64_t k_stride = int64_t{layer.key_heads} * kKeyDim,
                 v_stride = int64_t{layer.value_heads} * value_dim;
-  std::byte* ring = shared + at.end + (tid >> 5) * (kPlaces * kTileBytes);
-  const auto tile_of = [&](int unit, int tile) {
+  std::byte* us = shared + at.end + (tid >> 5) * at.warp;  // [records, rows of a tile]
+  std::byte* ring = us + kTileRows * window * u_bytes;
+  const auto tile_of = [&](int row, int head, int tile) {
+    return p.states.recurrence + row * p.states.row_stride + head * p.states.head_stride +
+           tile % head_tiles * (kTileRows * kKeyDim * 4);
+  };
+  // A step: some columns of all rows, or all columns of some rows where a flush folds them. 16
+  // bytes of a row lie at another place in each row, so that threads that read the same columns of
+  // eight rows meet different banks.
+  constexpr int kApart = kStepChunks >= 8 ? 1 : 8 / kStepChunks;  // rows that share banks
+  const auto swizzled = [](int r, int chunk) {
+    return r * kStepChunks + (chunk ^ (r / kApart & (min(kStepChunks, 8) - 1)));
+  };
+  const auto copy = [&](int unit, int tile, int step, int place, int t) {
     const int row = unit / layer.key_heads,
               head = unit % layer.key_heads * heads + tile / head_tiles;
-    return p.states.recurrence + row * p.states.row_stride + head * p.states.head_stride +
-           tile % head_tiles * kTileBytes;
-  };
-  // 16 bytes of a row lie at another place in each row, so that threads that read the same columns
-  // of eight rows meet different banks.
-  const auto copy = [&](int unit, int tile, int place) {
-    const std::byte* from = tile_of(unit, tile);
-    std::byte* to = ring + place * kTileBytes;
+    const std::byte* from = tile_of(row, head, tile);
+    std::byte* to = ring + place * kStepBytes;
+    if (t + 1 == window) {
+      from += step * kStepBytes;
 #pragma unroll
-    for (int m = 0; m < kTileBytes / 512; ++m) {
-      const int i = 32 * m + lane, row = i / kChunks, chunk = i % kChunks;
-      copy_async(to + 16 * (row * kChunks + (chunk ^ row)), from + 16 * i);
+      for (int m = 0; m < kStepBytes / 512; ++m) {
+        const int i = 32 * m + lane, r = i / kChunks, chunk = i % kChunks;
+        copy_async(to + 16 * (r * kChunks + (chunk ^ r)), from + 16 * i);
+      }
+    } else {
+      from += step * (16 * kStepChunks);
+#pragma unroll
+      for (int m = 0; m < kStepBytes / 512; ++m) {
+        const int i = 32 * m + lane, r = i / kStepChunks, chunk = i % kStepChunks;
+        copy_async(to + 16 * swizzled(r, chunk), from + 16 * (r * kChunks + chunk));
+      }
     }
   };
-  TileWalk walk(p.units, p.tiles);
-  TileCopies<kPlaces, decltype(copy)> copies(walk, copy);
-  int place = 0;
+  const TileShare share(p.units, p.tiles);
+  TileRuns runs(&share, p.rows.pending, layer.key_heads);
+  TileCopies<kPlaces, kSteps, decltype(copy)> copies(runs, copy);
+  // A unit's raw keys and query, decays and beta.
+  const auto copy_inputs = [&](int unit, int t, std::byte* to) {
+    const int row = unit / layer.key_heads, key_head = unit % layer.key_heads,
+              head0 = key_head * heads;
+    const int64_t slot = int64_t{row} * window, own = row * k_stride + key_head * kKeyDim;
+    constexpr int kKeyChunks = kKeyDim / kEach;
+    const Act* key = static_cast<const Act*>(p.step.k) + own;
+    const Act* ring_k =
+        static_cast<const Act*>(p.step.ring_k) + slot * k_stride + key_head * kKeyDim;
+    for (int i = tid; i < (t + 1) * kKeyChunks; i += threads) {
+      const int j = i / kKeyChunks;
+      copy_async(to + at.raw_keys + 16 * i,
+                 (j == t ? key : ring_k + j * k_stride) + i % kKeyChunks * kEach);
+    }
+    for (int i = tid; i < kKeyChunks; i += threads) {
+      copy_async(to + at.raw_query + 16 * i, static_cast<const Act*>(p.step.q) + own + i * kEach);
+    }
+    const float* decay = p.step.decay_log2 + int64_t{row} * layer.value_heads + head0;
+    const float* ring_decay = p.step.ring_decay + slot * layer.value_heads + head0;
+    for (int i = tid; i < (t + 1) * heads; i += threads) {
+      const int j = i / heads;
+      copy_word(to + at.decay + 4 * i,
+                (j == t ? decay : ring_decay + j * layer.value_heads) + i % heads);
+    }
+    for (int h = tid; h < heads; h += threads) {
+      copy_word(to + at.beta + 4 * h, p.step.beta + int64_t{row} * layer.value_heads + head0 + h);
+    }
+  };
+  if (runs.next.real()) copy_inputs(runs.next.unit, runs.next_t, shared);
+  commit_copies();
 
   float* keys = reinterpret_cast<float*>(shared + at.keys);
   float* query = reinterpret_cast<float*>(shared + at.query);
   float* dots = reinterpret_cast<float*>(shared + at.dots);
-  float* decays = reinterpret_cast<float*>(shared + at.decay);
-  float* us = reinterpret_cast<float*>(shared + at.u);
-  float* vs = reinterpret_cast<float*>(shared + at.v);
-  float* betas = reinterpret_cast<float*>(shared + at.beta);
   float* key_weights = reinterpret_cast<float*>(shared + at.key_weights);
   float* query_weights = reinterpret_cast<float*>(shared + at.query_weights);
   float* fold_weights = reinterpret_cast<float*>(shared + at.fold_weights);
-  while (walk.next()) {
-    const int row = walk.unit / layer.key_heads, key_head = walk.unit % layer.key_heads,
-              head0 = key_head * heads;
-    const int t = p.rows.pending[row];
+  int place = 0, walked = 0;
+  for (runs.move(); runs.now.real(); runs.move()) {
+    const int row = runs.now.unit / layer.key_heads, key_head = runs.now.unit % layer.key_heads,
+              head0 = key_head * heads, t = runs.t;
     const bool flush = t + 1 == window;
     const int64_t slot = int64_t{row} * window;
-    __syncthreads();  // the last unit's readers are done
-    const int64_t at_u = slot * v_stride + int64_t{head0} * value_dim;
-    // Corrections of the ring, four a load and four loads of a thread in flight.
-    {
-      const int quads = width / 4, count = t * quads;
-      for (int base = tid; base < count; base += 4 * threads) {
-        float4 v[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int i = base + k * threads;
-          if (i >= count) continue;
-          const int64_t from = at_u + i / quads * v_stride + i % quads * 4;
-          v[k] = p.ring_u == RecordType::bf16
-                     ? four(static_cast<const __nv_bfloat16*>(p.step.ring_u) + from)
-                     : four(static_cast<const float*>(p.step.ring_u) + from);
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (base + k * threads < count) store4(us + 4 * (base + k * threads), v[k]);
-        }
+    const std::byte* inputs = shared + (runs.index & 1) * at.inputs;
+    const Act* raw_keys = reinterpret_cast<const Act*>(inputs + at.raw_keys);
+    const Act* raw_query = reinterpret_cast<const Act*>(inputs + at.raw_query);
+    const float* decays = reinterpret_cast<const float*>(inputs + at.decay);
+    const float* betas = reinterpret_cast<const float*>(inputs + at.beta);
+    // The inputs went with the first copy of the last unit; later ones have been waited for since.
+    if (walked < kPlaces) finish_copies();
+    walked = 0;
+    __syncthreads();  // and the last unit's readers are done
+    if (runs.next.real())
+      copy_inputs(runs.next.unit, runs.next_t, shared + (~runs.index & 1) * at.inputs);
+    if (!flush) {
+      for (int h = tid; h < heads; h += threads) {
+        const int64_t to = (slot + t) * layer.value_heads + head0 + h;
+        p.step.ring_decay[to] = decays[t * heads + h];
+        p.step.ring_beta[to] = betas[h];
       }
-    }
-    {
-      const Act* v =
-          static_cast<const Act*>(p.step.v) + row * v_stride + int64_t{head0} * value_dim;
-      Act* to =
-          static_cast<Act*>(p.step.ring_v) + (slot + t) * v_stride + int64_t{head0} * value_dim;
-      for (int i = tid; i < width; i += threads) {
-        vs[i] = to_float(v[i]);
-        if (!flush) to[i] = v[i];
+      constexpr int kKeyChunks = kKeyDim / kEach;
+      for (int i = tid; i < kKeyChunks; i += threads) {
+        Act* to = static_cast<Act*>(p.step.ring_k) + (slot + t) * k_stride + key_head * kKeyDim;
+        *reinterpret_cast<uint4*>(to + i * kEach) =
+            *reinterpret_cast<const uint4*>(raw_keys + t * kKeyDim + i * kEach);
       }
-    }
-    for (int i = tid; i < (t + 1) * heads; i += threads) {
-      const int j = i / heads, h = head0 + i % heads;
-      float* own = p.step.ring_decay + (slot + j) * layer.value_heads + h;
-      const float decay = j == t ? p.step.decay_log2[int64_t{row} * layer.value_heads + h] : *own;
-      decays[i] = decay;
-      if (j == t && !flush) *own = decay;
-    }
-    for (int i = tid; i < heads; i += threads) {
-      const float beta = p.step.beta[int64_t{row} * layer.value_heads + head0 + i];
-      if (!flush) p.step.ring_beta[(slot + t) * layer.value_heads + head0 + i] = beta;
-      betas[i] = p.beta == RecordType::bf16 ? round_value(DotType::bf16, beta) : beta;
     }
     // Normalised keys of the window and, as the last row, the query; sixteen threads a row.
-    {
-      const int part = tid & 15;
-      Act* ring_k = static_cast<Act*>(p.step.ring_k) + slot * k_stride + key_head * kKeyDim;
-      const int64_t own = row * k_stride + key_head * kKeyDim;
-      for (int base = 0; base < t + 2; base += threads / 16) {
-        const int i = base + (tid >> 4), j = min(i, t + 1);
-        const Act* x = j < t    ? ring_k + j * k_stride
-                       : j == t ? static_cast<const Act*>(p.step.k) + own
-                                : static_cast<const Act*>(p.step.q) + own;
-        float value[kN16], squares = 0.0f;
+    for (int base = 0; base < t + 2; base += threads / 16) {
+      const int part = tid & 15, i = base + (tid >> 4), j = min(i, t + 1);
+      const Act* x = j <= t ? raw_keys + j * kKeyDim : raw_query;
+      float value[kN16], squares = 0.0f;
 #pragma unroll
-        for (int m = 0; m < kN16; ++m) value[m] = to_float(x[part + 16 * m]);
+      for (int m = 0; m < kN16; ++m) value[m] = to_float(x[part + 16 * m]);
 #pragma unroll
-        for (int m = 0; m < kN16; ++m) squares = __fmaf_rn(value[m], value[m], squares);
+      for (int m = 0; m < kN16; ++m) squares = __fmaf_rn(value[m], value[m], squares);
 #pragma unroll
-        for (int d = 8; d > 0; d >>= 1)
-          squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
-        if (i > t + 1) continue;
-        const float factor = (j <= t ? 1.0f : p.query_scale) / sqrtf(squares + 1e-6f);
-        float* to = j <= t ? keys + j * at.k_row : query;
+      for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
+      if (i > t + 1) continue;
+      const float factor = (j <= t ? 1.0f : p.query_scale) / sqrtf(squares + 1e-6f);
+      float* to = j <= t ? keys + j * at.k_row : query;
 #pragma unroll
-        for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m] * factor;
-        if (j == t && !flush) {
-#pragma unroll
-          for (int m = 0; m < kN16; ++m)
-            ring_k[t * k_stride + part + 16 * m] = from_float<Act>(value[m]);
-        }
-      }
+      for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m] * factor;
     }
     __syncthreads();
     // k_t . k_j and q_t . k_j, one chain a thread, by the first warps; decays by the others.
@@ -212,75 +232,122 @@ __global__ void __launch_bounds__(256, kKeyDim > 128 ? 1 : 2)
     }
     __syncthreads();
 
-    for (int tile = walk.first + (tid >> 5); tile < walk.last; tile += threads >> 5) {
-      copies.wait();
-      copies.begin();
-      std::byte* state = ring + place * kTileBytes;
-      if (++place == kPlaces) place = 0;
-      const int h = tile / head_tiles, first = tile % head_tiles * kTileRows;
-      const int r = lane & 7, side = lane >> 3 & 1;  // lanes from 16 on repeat the others
-      const auto read = [&](const float* operand) {
-        float sum = 0.0f;
-#pragma unroll 8
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          const float4 s =
-              *reinterpret_cast<const float4*>(state + 16 * (r * kChunks + (chunk ^ r)));
-          sum = chain(load4(operand + 4 * chunk), s, sum);
+    for (int tile = runs.now.first + (tid >> 5); tile < runs.now.last; tile += threads >> 5) {
+      const int h = tile / head_tiles;
+      const int64_t first =
+          int64_t{head0 + h} * value_dim + tile % head_tiles * kTileRows;  // row of the tile
+      // The ring's corrections of the tile's rows go with the copies of its first step.
+      {
+        const int record = kTileRows * u_bytes, shift = u_bytes == 2 ? 2 : 3;  // 16-byte chunks
+        const std::byte* from =
+            static_cast<const std::byte*>(p.step.ring_u) + (slot * v_stride + first) * u_bytes;
+        __syncwarp();
+        for (int i = lane; i < t << shift; i += 32) {
+          const int j = i >> shift, chunk = i & ((1 << shift) - 1);
+          copy_async(us + j * record + 16 * chunk, from + j * v_stride * u_bytes + 16 * chunk);
         }
-        return sum;
+      }
+      const auto stored = [&](int j, int i) {
+        return load_record(p.ring_u, us, j * kTileRows + i);
       };
-      const float* own_u = us + h * value_dim + first + r;
-      const float* weight = (side == 0 ? key_weights : query_weights) + h * (window + 1);
-      const float carried = weight[window];
-      const float sum = read(side == 0 ? keys + t * at.k_row : query);
-      // Of the key: v - carried S k - ..., of the query: carried S q + ...
-      float rest =
-          side == 0 ? __fmaf_rn(carried, sum, vs[h * value_dim + first + r]) : carried * sum;
-#pragma unroll 4
-      for (int j = 0; j < t; ++j) rest = __fmaf_rn(weight[j], own_u[j * width], rest);
-      const float u = __shfl_sync(0xFFFFFFFFu, betas[h] * rest, r);
-      const int64_t out = row * v_stride + int64_t{head0 + h} * value_dim + first + r;
+      const float v = to_float(static_cast<const Act*>(p.step.v)[row * v_stride + first + lane]);
+      const float beta =
+          p.beta == RecordType::bf16 ? round_value(DotType::bf16, betas[h]) : betas[h];
+      const float *key_weight = key_weights + h * (window + 1),
+                  *query_weight = query_weights + h * (window + 1);
+      Act* out = static_cast<Act*>(p.step.o) + row * v_stride + first;
+      float with_key = 0.0f, with_query = 0.0f;
       if (!flush) {
-        if (lane < 8) {
-          store_record(p.ring_u, p.step.ring_u,
-                       (slot + t) * v_stride + int64_t{head0 + h} * value_dim + first + r, u);
-        } else if (lane < 16) {
-          static_cast<Act*>(p.step.o)[out] = from_float<Act>(__fmaf_rn(weight[t], u, rest));
+#pragma unroll 1
+        for (int step = 0; step < kSteps; ++step) {
+          copies.wait();
+          copies.begin();
+          ++walked;
+          const std::byte* state = ring + place * kStepBytes;
+          if (++place == kPlaces) place = 0;
+          const float *key = keys + t * at.k_row + step * (4 * kStepChunks),
+                      *q = query + step * (4 * kStepChunks);
+#pragma unroll
+          for (int chunk = 0; chunk < kStepChunks; ++chunk) {
+            const float4 s = *reinterpret_cast<const float4*>(state + 16 * swizzled(lane, chunk));
+            with_key = chain(load4(key + 4 * chunk), s, with_key);
+            with_query = chain(load4(q + 4 * chunk), s, with_query);
+          }
         }
+        float rest = __fmaf_rn(key_weight[window], with_key, v),
+              o = query_weight[window] * with_query;
+#pragma unroll 4
+        for (int j = 0; j < t; ++j) {
+          const float u = stored(j, lane);
+          rest = __fmaf_rn(key_weight[j], u, rest);
+          o = __fmaf_rn(query_weight[j], u, o);
+        }
+        const float u = beta * rest;
+        const int64_t to = (slot + t) * v_stride + first + lane;
+        static_cast<Act*>(p.step.ring_v)[to] = from_float<Act>(v);
+        store_record(p.ring_u, p.step.ring_u, to, u);
+        out[lane] = from_float<Act>(__fmaf_rn(query_weight[t], u, o));
         continue;
       }
-      // S = carried S + sum_j (decayed u_j) k_j^T, four threads a row.
-      const int q = lane >> 2, part = lane & 3;
-      const float last_u = __shfl_sync(0xFFFFFFFFu, u, q);
-      const float carry = query_weights[h * (window + 1) + window];
+      // S = carried S + sum_j (decayed u_j) k_j^T, four threads a row of eight.
+      const int r = lane & 7, q = lane >> 2, part = lane & 3;
+      const float carry = query_weight[window];
       const float* fold = fold_weights + h * window;
-      const float* row_u = us + h * value_dim + first + q;
-      float4 s[kN16];
-#pragma unroll
-      for (int m = 0; m < kN16; ++m) {
-        const float4 v =
-            *reinterpret_cast<const float4*>(state + 16 * (q * kChunks + ((4 * m + part) ^ q)));
-        s[m] = make_float4(carry * v.x, carry * v.y, carry * v.z, carry * v.w);
-      }
-#pragma unroll 1
-      for (int j = 0; j <= t; ++j) {
-        const float w = fold[j] * (j == t ? last_u : row_u[j * width]);
-        const float* key = keys + j * at.k_row + 4 * part;
-#pragma unroll
-        for (int m = 0; m < kN16; ++m) s[m] = fma1(w, load4(key + 16 * m), s[m]);
-      }
-      __syncwarp();
-      float4* to = reinterpret_cast<float4*>(tile_of(walk.unit, tile)) + q * kChunks + part;
       uint32_t non_finite = 0, infinite = 0;
+#pragma unroll 1
+      for (int step = 0; step < kSteps; ++step) {
+        copies.wait();
+        copies.begin();
+        ++walked;
+        if (step == 0) {
+          finish_copies();
+          __syncwarp();
+        }
+        std::byte* state = ring + place * kStepBytes;
+        if (++place == kPlaces) place = 0;
+        const auto read = [&](const float* operand) {
+          float sum = 0.0f;
+#pragma unroll 8
+          for (int chunk = 0; chunk < kChunks; ++chunk) {
+            const float4 s =
+                *reinterpret_cast<const float4*>(state + 16 * (r * kChunks + (chunk ^ r)));
+            sum = chain(load4(operand + 4 * chunk), s, sum);
+          }
+          return sum;
+        };
+        const int skip = step * kFlushRows;
+        float rest = __fmaf_rn(key_weight[window], read(keys + t * at.k_row),
+                               __shfl_sync(0xFFFFFFFFu, v, skip + r));
+#pragma unroll 4
+        for (int j = 0; j < t; ++j) rest = __fmaf_rn(key_weight[j], stored(j, skip + r), rest);
+        const float last_u = __shfl_sync(0xFFFFFFFFu, beta * rest, q);
+        float4 s[kN16];
 #pragma unroll
-      for (int m = 0; m < kN16; ++m) {
-        __stcs(to + 4 * m, s[m]);
-        *reinterpret_cast<float4*>(state + 16 * (q * kChunks + ((4 * m + part) ^ q))) = s[m];
-        if (p.states.health) count_odd(s[m], &non_finite, &infinite);
+        for (int m = 0; m < kN16; ++m) {
+          const float4 x =
+              *reinterpret_cast<const float4*>(state + 16 * (q * kChunks + ((4 * m + part) ^ q)));
+          s[m] = make_float4(carry * x.x, carry * x.y, carry * x.z, carry * x.w);
+        }
+#pragma unroll 1
+        for (int j = 0; j <= t; ++j) {
+          const float w = fold[j] * (j == t ? last_u : stored(j, skip + q));
+          const float* key = keys + j * at.k_row + 4 * part;
+#pragma unroll
+          for (int m = 0; m < kN16; ++m) s[m] = fma1(w, load4(key + 16 * m), s[m]);
+        }
+        __syncwarp();
+        float4* to = reinterpret_cast<float4*>(tile_of(row, head0 + h, tile) + step * kStepBytes) +
+                     q * kChunks + part;
+#pragma unroll
+        for (int m = 0; m < kN16; ++m) {
+          __stcs(to + 4 * m, s[m]);
+          *reinterpret_cast<float4*>(state + 16 * (q * kChunks + ((4 * m + part) ^ q))) = s[m];
+          if (p.states.health) count_odd(s[m], &non_finite, &infinite);
+        }
+        __syncwarp();
+        const float o = read(query);
+        if (lane < kFlushRows) out[skip + r] = from_float<Act>(o);
       }
-      __syncwarp();
-      const float o = read(query);
-      if (lane < 8) static_cast<Act*>(p.step.o)[out] = from_float<Act>(o);
       if (p.states.health) {
         add_tile_health(p.states.health + int64_t{row} * layer.value_heads + head0 + h,
                         kTileRows * kKeyDim, non_finite, infinite, p.rows.position[row]);
@@ -304,7 +371,7 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
   const int n = layer.key_dim;
   const bool stored = plan.gdn_fold == GdnFold::cached || plan.ring_u == RecordType::fp32;
   if (plan.read || !is_plain_fp32(*plan.recurrence.format) || plan.dot != DotType::fp32 ||
-      plan.flush_output != FlushOutput::recurrence || !stored ||
+      plan.flush_output != FlushOutput::recurrence || !stored || layer.value_dim % kTileRows != 0 ||
       (n != 64 && n != 128 && n != 256)) {
     return false;
   }
@@ -318,10 +385,11 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
                 plan.window,
                 rows.rows * layer.key_heads,
                 layer.value_heads / layer.key_heads * (layer.value_dim / kTileRows)};
-  const Layout at(layer.value_dim, n, plan.window, layer.value_heads / layer.key_heads);
-  const TileLaunch use =
-      TileLaunch::fit(static_cast<size_t>(at.end), static_cast<size_t>(kPlaces * kTileRows * 4 * n),
-                      launch.units, launch.tiles);
+  const Layout at(n, plan.window, layer.value_heads / layer.key_heads,
+                  step.activation == RecordType::bf16 ? 2 : 4,
+                  plan.ring_u == RecordType::bf16 ? 2 : 4);
+  const TileLaunch use = TileLaunch::fit(static_cast<size_t>(at.end), static_cast<size_t>(at.warp),
+                                         launch.units, launch.tiles, kMostBlocks, kMostWarps);
   if (use.warps == 0) return false;
   const Kernel kernel =
       step.activation == RecordType::bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);

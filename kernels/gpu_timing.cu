@@ -183,25 +183,16 @@ class DecodeBench {
     const int window = w_.plan.window;
     // A cycle as a graph: decoding fixed shapes is captured in practice, and a step of one row
     // would else be timed by its launches.
+    const CapturedSteps cycle([&](CudaStream stream) {
+      for (int i = 0; i < window; ++i) step(stream);
+    });
+    cycle.run();
     cuda_synchronize();
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t cycle;
-    CUDA_CHECK(cudaStreamCreate(&stream));
-    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < window; ++i) step(stream);
-    CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-    CUDA_CHECK(cudaGraphInstantiate(&cycle, graph, 0));
-    CUDA_CHECK(cudaGraphLaunch(cycle, stream));
-    cuda_synchronize(stream);
     CudaTimer timer;
-    timer.start(stream);
-    for (int i = 0; i < w_.cycles; ++i) CUDA_CHECK(cudaGraphLaunch(cycle, stream));
-    timing.seconds = timer.stop(stream) / (w_.cycles * window * w_.layers);
+    timer.start();
+    for (int i = 0; i < w_.cycles; ++i) cycle.run();
+    timing.seconds = timer.stop() / (w_.cycles * window * w_.layers);
     steps_ = (w_.cycles + 1) * window;
-    cudaGraphExecDestroy(cycle);
-    cudaGraphDestroy(graph);
-    cudaStreamDestroy(stream);
     timing.bytes = bytes();
     if (!w_.only_reads) {
       for (size_t i = 0; i < checked.size() && timing.difference.empty(); ++i)
@@ -251,7 +242,7 @@ class DecodeBench {
     return bytes;
   }
 
-  void step(cudaStream_t stream) {
+  void step(CudaStream stream) {
     for (int l = 0; l < w_.layers; ++l) {
       if (!w_.is_gdn) {
         Mamba2Layer layer = w_.mamba2;

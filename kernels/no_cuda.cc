@@ -54,6 +54,9 @@ void gdn_decode_cuda(const GdnLayer&, const HeadPlan&, const DecodeRows&, const 
   refuse();
 }
 void decode_step_cuda(const DecodeRows&, int, CudaStream) { refuse(); }
+CapturedSteps::CapturedSteps(const std::function<void(CudaStream)>&) { refuse(); }
+CapturedSteps::~CapturedSteps() = default;
+void CapturedSteps::run(CudaStream) const { refuse(); }
 
 void rms_norm_cuda(const RmsNorm&, const float*, int64_t, const float*, int64_t, float*, int64_t,
                    int64_t, int64_t, CudaStream) {

@@ -194,6 +194,34 @@ void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type) {
   CHECK(different_bytes(device_read.get(), want_read) == "");
 }
 
+/// Queues the steps one by one with `step`, then again from the same start as a graph of three
+/// steps that runs seven times; `reset` puts everything back, `result` reads what the steps left.
+template <class Reset, class Step, class Result>
+void compare_captured(Reset&& reset, Step&& step, Result&& result) {
+  reset();
+  for (int i = 0; i < 21; ++i) step(CudaStream{});
+  const std::vector<std::byte> want = result();
+  reset();
+  const CapturedSteps three([&](CudaStream stream) {
+    for (int i = 0; i < 3; ++i) step(stream);
+  });
+  CHECK(different_bytes(result(), want) != "");
+  for (int i = 0; i < 7; ++i) three.run();
+  CHECK(different_bytes(result(), want) == "");
+}
+
+template <class... Arrays>
+std::vector<std::byte> bytes_of(const Arrays&... arrays) {
+  std::vector<std::byte> all;
+  const auto add = [&](const auto& array) {
+    const auto values = array.get();
+    const auto* from = reinterpret_cast<const std::byte*>(values.data());
+    all.insert(all.end(), from, from + values.size() * sizeof(values[0]));
+  };
+  (add(arrays), ...);
+  return all;
+}
+
 struct GdnSizes {
   int key_heads, value_heads, value_dim, key_dim;
 };
@@ -390,6 +418,151 @@ TEST_CASE("gpu: gdn decode with the ring on the device has the bits of the chunk
         }
         compare_gdn(sizes, plan, type);
       }
+    }
+  }
+}
+
+TEST_CASE("gpu: decode steps captured in a graph give the bits of steps one by one") {
+  if (!gpu()) return;
+  constexpr int kRows = 3, kWindow = 8;
+  std::mt19937 random(7);
+  const auto normal = [&](size_t count) {
+    std::vector<float> x(count);
+    for (float& v : x) v = bf16_normal(&random);
+    return as_type(x, RecordType::bf16);
+  };
+  const std::vector<int32_t> pending = {0, 3, 7};
+  const std::vector<int64_t> position = {50, 60, 70};
+  const DeviceArray<uint32_t> stream(std::vector<uint32_t>{1, 2, 3});
+  DeviceArray<int32_t> device_pending(pending);
+  DeviceArray<int64_t> device_position(position);
+  const DecodeRows rows{kRows, device_pending.data(), device_position.data(), stream.data()};
+  for (const char* name : {"fp32", "fp16+sr|nvfp4", "nvfp4+sr"}) {
+    INFO(name);
+    const HeadPlan plan = plan_of(name, kWindow);
+    {
+      constexpr int kHeads = 4, kGroups = 2;
+      const StateShape shape{80, 128};
+      std::deque<RowPair> start;
+      std::vector<std::byte> recurrence, read;
+      for (int r = 0; r < kRows; ++r) {
+        start.emplace_back(shape, kHeads, std::vector<HeadPlan>{plan}, std::vector<uint8_t>{}, 1u,
+                           &random);
+        recurrence.insert(recurrence.end(), start[r].recurrence().begin(),
+                          start[r].recurrence().end());
+        read.insert(read.end(), start[r].read().begin(), start[r].read().end());
+      }
+      DeviceArray<std::byte> device_recurrence(recurrence), device_read(read);
+      const DeviceArray<float> decay(std::vector<float>(kHeads, -0.3f)),
+          dt(std::vector<float>(kRows * kHeads, 0.25f)),
+          ring_dt(std::vector<float>(kRows * kWindow * kHeads, 0.5f));
+      const DeviceArray<std::byte> x(normal(kRows * kHeads * 80)), b(normal(kRows * kGroups * 128)),
+          c(normal(kRows * kGroups * 128));
+      const std::vector<std::byte> records_x = normal(kRows * kWindow * kHeads * 80),
+                                   records_b = normal(kRows * kWindow * kGroups * 128);
+      DeviceArray<std::byte> ring_x(records_x), ring_b(records_b), y(x.size());
+      Mamba2Layer layer;
+      layer.heads = kHeads;
+      layer.groups = kGroups;
+      layer.head_dim = 80;
+      layer.state_dim = 128;
+      layer.decay_log2 = decay.data();
+      DecodeStates states;
+      states.recurrence = device_recurrence.data();
+      states.head_stride = start[0].stride();
+      states.row_stride = start[0].recurrence().size();
+      states.read = device_read.data();
+      states.read_head_stride = start[0].read_stride();
+      states.read_row_stride = start[0].read().size();
+      Mamba2DecodeStep in{RecordType::bf16, x.data(),      dt.data(),      b.data(),     c.data(),
+                          y.data(),         ring_x.data(), ring_dt.data(), ring_b.data()};
+      compare_captured(
+          [&] {
+            device_pending.set(pending);
+            device_position.set(position);
+            device_recurrence.set(recurrence);
+            if (!read.empty()) device_read.set(read);
+            ring_x.set(records_x);
+            ring_b.set(records_b);
+            device_fill(ring_dt.data(), 0x3E, ring_dt.size() * sizeof(float));
+            y.fill(0);
+          },
+          [&](CudaStream queue) {
+            mamba2_decode_cuda(layer, plan, rows, states, in, queue);
+            decode_step_cuda(rows, kWindow, queue);
+          },
+          [&] {
+            return bytes_of(device_recurrence, device_read, y, ring_x, ring_b, device_pending,
+                            device_position);
+          });
+    }
+    {
+      constexpr int kHeads = 4, kKeyHeads = 2;
+      const StateShape shape{128, 128};
+      std::deque<RowPair> start;
+      std::vector<std::byte> recurrence, read;
+      for (int r = 0; r < kRows; ++r) {
+        start.emplace_back(shape, kHeads, std::vector<HeadPlan>{plan}, std::vector<uint8_t>{}, 1u,
+                           &random, 0.1f);
+        recurrence.insert(recurrence.end(), start[r].recurrence().begin(),
+                          start[r].recurrence().end());
+        read.insert(read.end(), start[r].read().begin(), start[r].read().end());
+      }
+      DeviceArray<std::byte> device_recurrence(recurrence), device_read(read);
+      const DeviceArray<float> decay(std::vector<float>(kRows * kHeads, -0.05f)),
+          beta(std::vector<float>(kRows * kHeads, 0.5f)),
+          ring_decay(std::vector<float>(kRows * kWindow * kHeads, -0.1f)),
+          ring_beta(std::vector<float>(kRows * kWindow * kHeads, 0.25f));
+      const DeviceArray<std::byte> q(normal(kRows * kKeyHeads * 128)),
+          k(normal(kRows * kKeyHeads * 128)), v(normal(kRows * kHeads * 128));
+      const std::vector<std::byte> records_k = normal(kRows * kWindow * kKeyHeads * 128),
+                                   records_v = normal(kRows * kWindow * kHeads * 128);
+      DeviceArray<std::byte> ring_k(records_k), ring_v(records_v), o(v.size());
+      DeviceArray<float> ring_u(static_cast<size_t>(kRows) * kWindow * kHeads * 128);
+      GdnLayer layer;
+      layer.key_heads = kKeyHeads;
+      layer.value_heads = kHeads;
+      layer.key_dim = layer.value_dim = 128;
+      DecodeStates states;
+      states.recurrence = device_recurrence.data();
+      states.head_stride = start[0].stride();
+      states.row_stride = start[0].recurrence().size();
+      states.read = device_read.data();
+      states.read_head_stride = start[0].read_stride();
+      states.read_row_stride = start[0].read().size();
+      GdnDecodeStep in;
+      in.q = q.data();
+      in.k = k.data();
+      in.v = v.data();
+      in.decay_log2 = decay.data();
+      in.beta = beta.data();
+      in.o = o.data();
+      in.ring_k = ring_k.data();
+      in.ring_v = ring_v.data();
+      in.ring_u = ring_u.data();
+      in.ring_decay = ring_decay.data();
+      in.ring_beta = ring_beta.data();
+      compare_captured(
+          [&] {
+            device_pending.set(pending);
+            device_position.set(position);
+            device_recurrence.set(recurrence);
+            if (!read.empty()) device_read.set(read);
+            ring_k.set(records_k);
+            ring_v.set(records_v);
+            ring_u.fill(0);
+            device_fill(ring_decay.data(), 0, ring_decay.size() * sizeof(float));
+            device_fill(ring_beta.data(), 0x3E, ring_beta.size() * sizeof(float));
+            o.fill(0);
+          },
+          [&](CudaStream queue) {
+            gdn_decode_cuda(layer, plan, rows, states, in, queue);
+            decode_step_cuda(rows, kWindow, queue);
+          },
+          [&] {
+            return bytes_of(device_recurrence, device_read, o, ring_k, ring_v, ring_u,
+                            device_pending, device_position);
+          });
     }
   }
 }
