@@ -99,35 +99,13 @@ size_t gdn_rows_shared(int buffers, int matrices) {
 }
 
 /// A block has `block_rows` rows of a head.
-template <class Kernel>
-void launch_rows(Kernel* kernel, const GdnRowLaunch& launch, int rows, int block_rows, int threads,
-                 size_t shared, cudaStream_t stream) {
+void launch_rows(void (*kernel)(GdnRowLaunch), const GdnRowLaunch& launch, int rows, int block_rows,
+                 int threads, size_t shared, cudaStream_t stream) {
   if (rows == 0) return;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(shared)));
-  const unsigned blocks =
-      static_cast<unsigned>((launch.layer.value_dim + block_rows - 1) / block_rows);
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>(launch.layer.value_heads) * blocks, static_cast<unsigned>(rows));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = blocks;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = blocks > 1 ? 1 : 0;
-  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, launch));
-}
-
-/// Whether the current device has thread block clusters.
-bool has_clusters() {
-  int device = 0, major = 0;
-  CUDA_CHECK(cudaGetDevice(&device));
-  CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major >= 9;
+  const int blocks = (launch.layer.value_dim + block_rows - 1) / block_rows;
+  const dim3 grid(static_cast<unsigned>(launch.layer.value_heads * blocks),
+                  static_cast<unsigned>(rows));
+  launch_clusters(kernel, launch, grid, blocks, threads, shared, stream);
 }
 
 /// Launches of the rows whose state stays in registers, beside each other.

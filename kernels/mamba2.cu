@@ -248,21 +248,27 @@ void run_rows(const Mamba2RowLaunch& launch, const RowGroups& groups, cudaStream
                           : nullptr;
   if (side) side->fork(stream);
   Mamba2RowLaunch own = launch;
-  const auto start = [&](auto kernel, size_t rows, int threads, size_t bytes, cudaStream_t where) {
+  const auto start = [&](void (*kernel)(Mamba2RowLaunch), size_t rows, int blocks, int threads,
+                         size_t bytes, cudaStream_t where) {
     if (rows == 0) return;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(bytes)));
-    const dim3 grid(static_cast<unsigned>(launch.layer.heads), static_cast<unsigned>(rows));
-    kernel<<<grid, static_cast<unsigned>(threads), bytes, where>>>(own);
-    CUDA_CHECK(cudaGetLastError());
+    const dim3 grid(static_cast<unsigned>(launch.layer.heads * blocks),
+                    static_cast<unsigned>(rows));
+    launch_clusters(kernel, own, grid, blocks, threads, bytes, where);
     own.rows += rows;
   };
-  const int threads = (kRowThreads * head_dim + 31) / 32 * 32, narrow = window_threads(head_dim);
-  start(mamba2_eager, eager, threads, rows_shared(head_dim, threads, 2, 0), stream);
-  start(mamba2_windows, separate, narrow, rows_shared(head_dim, narrow, 1, 2),
+  const int narrow = window_threads(head_dim);
+  const size_t shared_bytes = rows_shared(head_dim, narrow, 1, 1);
+  const int blocks = has_clusters() && head_dim > 32 ? 2 : 1,
+            block_rows = mamba2_block_rows(head_dim, blocks),
+            threads = (kRowThreads * block_rows + 31) / 32 * 32;
+  if (threads <= kMamba2RowThreads) {
+    start(mamba2_eager, eager, blocks, threads, rows_shared(block_rows, threads, 2, 0), stream);
+  } else {  // no clusters
+    start(mamba2_windows, eager, 1, narrow, shared_bytes, stream);
+  }
+  start(mamba2_windows, separate, 1, narrow, rows_shared(head_dim, narrow, 1, 2),
         side ? (*side)[0] : stream);
-  start(mamba2_windows, shared, narrow, rows_shared(head_dim, narrow, 1, 1),
-        side ? (*side)[1] : stream);
+  start(mamba2_windows, shared, 1, narrow, shared_bytes, side ? (*side)[1] : stream);
   if (side) side->join(stream);
 }
 
@@ -274,7 +280,7 @@ void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
   std::vector<int> tokens;
   for (const Mamba2Inputs& in : inputs) tokens.push_back(in.tokens);
   const bool narrow =
-      kRowThreads * layer.head_dim <= kMamba2RowThreads &&
+      layer.head_dim <= kMamba2MostRows &&
       block_shared_limit() >= rows_shared(layer.head_dim, window_threads(layer.head_dim), 1, 2);
   const RowGroups groups(rows, layer.state_dim, mode, [&](int) { return narrow; });
   CallTables tables(stream);

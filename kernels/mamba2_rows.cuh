@@ -1,6 +1,6 @@
 // Mamba-2 with a head's state in registers: 16 i + 4 p are the columns of a thread, so that it has
-// four lanes of every dot product (kernels/mamba2.h). A block walks one head of one row: four
-// threads a row of the matrix.
+// four lanes of every dot product (kernels/mamba2.h). A block, or a cluster of blocks with some of
+// the rows each, walks one head of one row.
 #pragma once
 
 #include "kernels/mamba2.h"
@@ -8,8 +8,9 @@
 
 namespace replayeval {
 
-constexpr int kMamba2RowThreads = 320;  // rows of 80
-constexpr int kMamba2Row = 144;         // of B and C: neighbouring rows lie in different banks
+constexpr int kMamba2MostRows = 80;                                   // of a head
+constexpr int kMamba2RowThreads = kRowThreads * kMamba2MostRows / 2;  // half of them
+constexpr int kMamba2Row = 144;  // of B and C: neighbouring rows lie in different banks
 
 struct Mamba2RowLaunch {
   ReplayTables tables;
@@ -43,28 +44,35 @@ struct Mamba2RowLayout {
   }
 };
 
+/// Rows of a block where a head has `blocks` of them: whole warps.
+__host__ __device__ inline int mamba2_block_rows(int head_dim, int blocks) {
+  return blocks == 1 ? head_dim : ((head_dim + blocks - 1) / blocks + 7) / 8 * 8;
+}
+
 /// Where a head's records lie.
 struct Mamba2Records {
   const Mamba2Inputs* in;
   const float *x, *b, *c, *dt;
-  int head_dim;
+  int rows;
   bool aligned;
 
-  __device__ Mamba2Records(const Mamba2Layer& layer, const Mamba2Inputs& inputs, int head)
-      : in(&inputs), head_dim(layer.head_dim) {
+  /// The block has the rows first_row .. of the matrix, row_count of them.
+  __device__ Mamba2Records(const Mamba2Layer& layer, const Mamba2Inputs& inputs, int head,
+                           int first_row, int row_count)
+      : in(&inputs), rows(row_count) {
     const int64_t group = head / (layer.heads / layer.groups);
-    x = inputs.x + int64_t{head} * head_dim;
+    x = inputs.x + int64_t{head} * layer.head_dim + first_row;
     b = inputs.b + group * kRowColumns;
     c = inputs.c + group * kRowColumns;
     dt = inputs.dt + head;
-    aligned = rows_aligned(x, inputs.x_stride, head_dim) && rows_aligned(b, inputs.b_stride, 0) &&
+    aligned = rows_aligned(x, inputs.x_stride, rows) && rows_aligned(b, inputs.b_stride, 0) &&
               rows_aligned(c, inputs.c_stride, 0);
   }
   /// Starts copying records first .. and queries first_query ..
   __device__ void start(const Mamba2RowLayout& at, float* set, int64_t first, int records,
                         int64_t first_query, int queries) const {
     copy_rows_async<false>(set + at.x, at.p_row, x + first * in->x_stride, in->x_stride, records,
-                           head_dim, aligned);
+                           rows, aligned);
     copy_rows_async<false>(set + at.b, kMamba2Row, b + first * in->b_stride, in->b_stride, records,
                            kRowColumns, aligned);
     copy_rows_async<false>(set + at.c, kMamba2Row, c + first_query * in->c_stride, in->c_stride,
@@ -76,7 +84,7 @@ struct Mamba2Records {
 
 /// L = 1, one shared checkpoint: S <- 2^(dt a) S + (dt x) B^T, y = S C + D x, S encoded and decoded
 /// every token.
-__global__ void __launch_bounds__(kMamba2RowThreads, 2)
+__global__ void __launch_bounds__(kMamba2RowThreads, 3)
     mamba2_eager(const __grid_constant__ Mamba2RowLaunch launch) {
   extern __shared__ __align__(16) float shared_floats[];
   using namespace row_codec;
@@ -84,17 +92,23 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
   DeviceHead head;
   int pending = 0;
   const int row_index = launch.rows[blockIdx.y];
-  if (!bind_head(launch.tables, LayerStep{}, static_cast<int>(blockIdx.x), row_index, &head,
-                 &pending))
+  const int blocks = static_cast<int>(gridDim.x) / layer.heads;
+  const int rank = static_cast<int>(blockIdx.x) % blocks;
+  if (!bind_head(launch.tables, LayerStep{}, static_cast<int>(blockIdx.x) / blocks, row_index,
+                 &head, &pending))
     return;
   const Mamba2Inputs& in = launch.inputs[row_index];
-  const int tid = threadIdx.x, row = tid >> 2, part = tid & 3, head_dim = layer.head_dim;
-  const Mamba2RowLayout at(head_dim, static_cast<int>(blockDim.x), 2, 0);
-  const Mamba2Records records(layer, in, head.head);
+  const int tid = threadIdx.x, own = tid >> 2, part = tid & 3, head_dim = layer.head_dim;
+  const int block_rows = mamba2_block_rows(head_dim, blocks), first_row = block_rows * rank;
+  const int rows = min(block_rows, head_dim - first_row);
+  const bool has_row = own < rows;
+  const int row = has_row ? first_row + own : head_dim;
+  const Mamba2RowLayout at(block_rows, static_cast<int>(blockDim.x), 2, 0);
+  const Mamba2Records records(layer, in, head.head, first_row, rows);
   const int tokens = in.tokens;
   const Role role = role_of(launch.tables, head, StateRole::recurrence);
-  HeadMax head_max(shared_floats + at.words, 0, 1);
-  const bool has_row = row < head_dim, head_span = role.span == Span::head;
+  HeadMax head_max(shared_floats + at.words, rank, blocks);
+  const bool head_span = role.span == Span::head;
   const float decay_log2 = layer.decay_log2[head.head];
   const float skip = layer.skip ? layer.skip[head.head] : 0.0f;
   float *carry = shared_floats + at.carry, *y = in.y + int64_t{head.head} * head_dim + row;
@@ -120,7 +134,7 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
     __syncthreads();
     for (int j = 0; j < count; ++j) {
       const int t = base + j;
-      const float x = has_row ? set[at.x + j * at.p_row + row] : 0.0f;
+      const float x = has_row ? set[at.x + j * at.p_row + own] : 0.0f;
       const float u = set[at.dt + j] * x, c = carry[j];
       const float* b = set + at.b + j * kMamba2Row + 4 * part;
       const float* q = set + at.c + j * kMamba2Row + 4 * part;
@@ -159,8 +173,9 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 2)
   }
   // Rows past the head's end held zeros times records, which may be anything.
   if (!has_row) counts = {};
-  finish_health(head, static_cast<uint64_t>(tokens) * head_dim * kRowColumns, first_odd, tokens,
+  finish_health(head, static_cast<uint64_t>(tokens) * rows * kRowColumns, first_odd, tokens,
                 counts);
+  head_max.finish();
 }
 
 /// Sums over lanes of four queries: thread `part` of a row gets query `part`'s.
@@ -203,7 +218,7 @@ __device__ __forceinline__ float halve_lanes(const float4 (&sum)[2], int part) {
 /// Windows of up to 16 tokens. A thread has its columns of two rows, half of the head apart, so
 /// that what it loads of B and C serves both. The decoded checkpoints lie in shared memory, each
 /// thread's own numbers side by side with those of its neighbours.
-__global__ void __launch_bounds__(kMamba2RowThreads / 2, 3)
+__global__ void __launch_bounds__(kMamba2RowThreads, 3)
     mamba2_windows(const __grid_constant__ Mamba2RowLaunch launch) {
   extern __shared__ __align__(16) float shared_floats[];
   using namespace row_codec;
@@ -221,7 +236,7 @@ __global__ void __launch_bounds__(kMamba2RowThreads / 2, 3)
   const bool has_row[2] = {row[0] < half, row[1] < head_dim};
   const bool separate = !head.shared();
   const Mamba2RowLayout at(head_dim, threads, 1, separate ? 2 : 1);
-  const Mamba2Records records(layer, in, head.head);
+  const Mamba2Records records(layer, in, head.head, 0, head_dim);
   HeadMax head_max(shared_floats + at.words, 0, 1);
   const int step = 4 * threads;  // between a thread's quads: quad i of row r is number 8 r + i
   float* own_state = shared_floats + at.state + 4 * tid;

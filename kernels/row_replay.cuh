@@ -117,6 +117,34 @@ class SideStreams {
   cudaEvent_t begin_ = nullptr, end_[kCount] = {};
 };
 
+/// Whether the current device has thread block clusters.
+inline bool has_clusters() {
+  int device = 0, major = 0;
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major >= 9;
+}
+
+/// Launches a kernel whose blocks form clusters of `cluster` neighbours along x.
+template <class Launch>
+void launch_clusters(void (*kernel)(Launch), const Launch& launch, dim3 grid, int cluster,
+                     int threads, size_t shared, cudaStream_t stream) {
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shared)));
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, launch));
+}
+
 // ---------------------------------------------------------------- device
 
 __device__ __forceinline__ void copy16_async(float* to, const float* from) {
