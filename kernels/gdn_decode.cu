@@ -475,7 +475,8 @@ void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
     kernel<<<grid, static_cast<unsigned>(threads), shared, stream>>>(launch);
     CUDA_CHECK(cudaGetLastError());
   };
-  if (plan.window > 1 || plan.flush_output == FlushOutput::read) {
+  if ((plan.window > 1 || plan.flush_output == FlushOutput::read) &&
+      !gdn_read_nvfp4(layer, plan, rows, states, step, stream)) {
     const ReadLayout at(layer.value_dim, layer.key_dim, plan.window,
                         plan.ring_u == RecordType::bf16 ? 2 : 4,
                         kind == ReadKind::described ? 0 : launch.read_layout.code_size,

@@ -522,7 +522,8 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
            std::to_string(kMostHeads));
   }
   std::copy(formats.scales_on_host().begin(), formats.scales_on_host().end(), launch.fixed_scales);
-  if (plan.window > 1 || plan.flush_output == FlushOutput::read) {
+  if ((plan.window > 1 || plan.flush_output == FlushOutput::read) &&
+      !mamba2_read_nvfp4(layer, plan, rows, states, step, stream)) {
     start(bf16 ? read_kernel<__nv_bfloat16>(read.descriptor) : read_kernel<float>(read.descriptor),
           all, threads,
           static_cast<size_t>(at.b) * sizeof(float) + (launch.read_bytes + 15) / 16 * 16 +

@@ -1,0 +1,203 @@
+// Outputs and corrections of a token of GDN from NVFP4 checkpoints (decode_cuda.h), for the rows
+// that do not flush: bound by instructions. A unit is the value heads of one key head of one row, a
+// tile 32 rows of a head, one a thread, whose sums with key and query are chains as kernels/gdn.h
+// has them.
+#include <cmath>
+
+#include "kernels/gdn_unit.cuh"
+#include "kernels/nvfp4.cuh"
+
+namespace replayeval {
+namespace {
+
+constexpr int kTileRows = 32;
+constexpr int kPlaces = 2;  // tiles in a warp's ring
+constexpr int kMostWarps = 4, kMostBlocks = 4;
+
+struct Launch {
+  GdnUnits units;
+  const std::byte* read;
+  size_t row_stride, head_stride, scales, outer;
+  bool skip_flush;  // the rows that flush are another kernel's altogether
+  int tiles;
+};
+
+/// Bytes of a tile: codes, scales, the ring's corrections.
+__host__ __device__ constexpr int place_bytes(int key_dim, int window, int u_bytes) {
+  return kTileRows * (key_dim / 2 + key_dim / 16 + window * u_bytes);
+}
+
+template <class Act, int kN16>
+__global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
+    read_nvfp4(const __grid_constant__ Launch p) {
+  extern __shared__ __align__(16) std::byte shared[];
+  constexpr int kKeyDim = 16 * kN16, kCodeBytes = kTileRows * kKeyDim / 2,
+                kScaleBytes = kTileRows * kN16;
+  using Unit = GdnUnit<Act, kKeyDim>;
+  const GdnLayer& layer = p.units.layer;
+  const int value_dim = layer.value_dim, heads = layer.value_heads / layer.key_heads,
+            window = p.units.window, head_tiles = value_dim / kTileRows;
+  const RecordType ring_u = p.units.ring_u;
+  const GdnUnitLayout at(kKeyDim, window, heads, sizeof(Act));
+  const int place_size = place_bytes(kKeyDim, window, ring_u == RecordType::bf16 ? 2 : 4);
+  const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
+  std::byte* ring = shared + at.end + (tid >> 5) * (kPlaces * place_size);
+  const auto skipped = [&](int t) { return p.skip_flush && t + 1 == window; };
+  const auto copy = [&](int index, int tile, int, int place, int t) {
+    if (skipped(t)) return;
+    const Unit unit(p.units, index);
+    const int head = unit.head0 + tile / head_tiles, row = tile % head_tiles * kTileRows;
+    const std::byte* from = p.read + unit.row * p.row_stride + head * p.head_stride;
+    std::byte* to = ring + place * place_size;
+#pragma unroll
+    for (int i = lane; i < kCodeBytes / 16; i += 32) {
+      copy_async(to + 16 * nvfp4_chunk<kN16>(i / (kN16 / 2), i % (kN16 / 2)),
+                 from + row * (kKeyDim / 2) + 16 * i);
+    }
+    for (int i = lane; i < kScaleBytes / 16; i += 32)
+      copy_async(to + kCodeBytes + 16 * i, from + p.scales + row * kN16 + 16 * i);
+    unit.template copy_corrections<kTileRows>(t, int64_t{head} * value_dim + row,
+                                              to + kCodeBytes + kScaleBytes);
+  };
+  const TileShare share(p.units.units, p.tiles);
+  TileRuns runs(&share, p.units.rows.pending, layer.key_heads);
+  TileCopies<kPlaces, 1, decltype(copy)> copies(runs, copy);
+  const auto copy_inputs = [&](const TileRun& run, int t, int half) {
+    if (!run.real() || skipped(t)) return;
+    const Unit unit(p.units, run.unit);
+    std::byte* to = shared + half * at.inputs;
+    unit.copy_inputs(at, t, to);
+    for (int h = tid; h < heads; h += threads) {
+      copy_word(to + at.scale + 4 * h,
+                p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
+    }
+  };
+  copy_inputs(runs.next, runs.next_t, 0);
+  commit_copies();
+
+  const uint32_t unit_matrix = unit_part();
+  const float* keys = reinterpret_cast<const float*>(shared + at.keys);
+  const float* query = reinterpret_cast<const float*>(shared + at.query);
+  int place = 0, walked = 0;
+  for (runs.move(); runs.now.real(); runs.move()) {
+    const Unit unit(p.units, runs.now.unit);
+    const int t = runs.t;
+    const bool flush = t + 1 == window;
+    const std::byte* inputs = shared + (runs.index & 1) * at.inputs;
+    // The inputs went with the first copy of the last unit; later ones have been waited for since.
+    if (walked < kPlaces) finish_copies();
+    walked = 0;
+    __syncthreads();  // and the last unit's readers are done
+    copy_inputs(runs.next, runs.next_t, ~runs.index & 1);
+    if (!skipped(t)) unit.prepare(at, t, !flush, inputs, shared);
+    const float* key = keys + t * at.k_row;
+    for (int tile = runs.now.first + (tid >> 5); tile < runs.now.last; tile += threads >> 5) {
+      copies.wait();
+      copies.begin();
+      ++walked;
+      const std::byte* packed = ring + place * place_size;
+      if (++place == kPlaces) place = 0;
+      if (skipped(t)) continue;
+      const int h = tile / head_tiles;
+      const int64_t first =
+          int64_t{unit.head0 + h} * value_dim + tile % head_tiles * kTileRows + lane;
+      const int64_t here = unit.row * unit.v_stride() + first,
+                    appended = unit.slot(t) * unit.v_stride() + first;
+      const float v = to_float(static_cast<const Act*>(p.units.step.v)[here]);
+      const float outer = 128.0f * reinterpret_cast<const float*>(inputs + at.scale)[h];
+      float with_key = 0.0f, with_query = 0.0f;
+      bool nan = false;
+#pragma unroll
+      for (int m = 0; m < kN16; m += 4) {
+        const uint32_t scales =
+            *reinterpret_cast<const uint32_t*>(packed + kCodeBytes + lane * kN16 + m);
+        nan = nan || nan_scale(scales);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint2 codes = *reinterpret_cast<const uint2*>(
+              packed + 16 * nvfp4_chunk<kN16>(lane, (m + k) / 2) + k % 2 * 8);
+          const __half2 scale = nvfp4_scale(scales, k);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float s[8];
+            widen_nvfp4(half == 0 ? codes.x : codes.y, scale, unit_matrix, s);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[i] = s[i] * outer;
+            const int n = 16 * (m + k) + 8 * half;
+            const float4 low = make_float4(s[0], s[2], s[4], s[6]),
+                         high = make_float4(s[1], s[3], s[5], s[7]);
+            with_key = chain(load4(key + n + 4), high, chain(load4(key + n), low, with_key));
+            with_query =
+                chain(load4(query + n + 4), high, chain(load4(query + n), low, with_query));
+          }
+        }
+      }
+      if (nan) with_key = with_query = __int_as_float(0x7FC00000);
+      const float *key_weight =
+                      reinterpret_cast<const float*>(shared + at.key_weights) + h * (window + 1),
+                  *query_weight =
+                      reinterpret_cast<const float*>(shared + at.query_weights) + h * (window + 1);
+      const std::byte* us = packed + kCodeBytes + kScaleBytes;
+      float rest = __fmaf_rn(key_weight[window], with_key, v),
+            o = query_weight[window] * with_query;
+#pragma unroll 4
+      for (int j = 0; j < t; ++j) {
+        const float u = load_record(ring_u, us, j * kTileRows + lane);
+        rest = __fmaf_rn(key_weight[j], u, rest);
+        o = __fmaf_rn(query_weight[j], u, o);
+      }
+      const float u = unit.rounded_beta(reinterpret_cast<const float*>(inputs + at.beta)[h]) * rest;
+      static_cast<Act*>(p.units.step.o)[here] = from_float<Act>(__fmaf_rn(query_weight[t], u, o));
+      if (!flush) {
+        static_cast<Act*>(p.units.step.ring_v)[appended] = from_float<Act>(v);
+        store_record(ring_u, p.units.step.ring_u, appended, u);
+      }
+    }
+  }
+}
+
+using Kernel = void (*)(const Launch);
+template <class Act>
+Kernel kernel_of(int key_dim) {
+  return key_dim == 128  ? read_nvfp4<Act, 8>
+         : key_dim == 64 ? read_nvfp4<Act, 4>
+                         : read_nvfp4<Act, 16>;
+}
+
+}  // namespace
+
+bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
+                    const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream) {
+  const FormatDescriptor& d = (plan.read ? *plan.read->format : *plan.recurrence.format).descriptor;
+  const int n = layer.key_dim, heads = layer.value_heads / layer.key_heads;
+  const PackedLayout l = packed_layout(d, layer.value_dim, n);
+  if (!is_nvfp4(d, l) || (n != 64 && n != 128 && n != 256) || l.scales % 16 != 0 ||
+      layer.value_dim % kTileRows != 0) {
+    return false;
+  }
+  const bool bf16 = step.activation == RecordType::bf16;
+  const Launch launch{
+      {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))), plan.ring_u,
+       plan.beta, plan.window, rows.rows * layer.key_heads},
+      plan.read ? states.read : states.recurrence,
+      plan.read ? states.read_row_stride : states.row_stride,
+      plan.read ? states.read_head_stride : states.head_stride,
+      l.scales,
+      l.outer,
+      plan.flush_output == FlushOutput::recurrence,
+      heads * (layer.value_dim / kTileRows)};
+  const GdnUnitLayout at(n, plan.window, heads, bf16 ? 2 : 4);
+  const int place = place_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4);
+  const TileLaunch use =
+      TileLaunch::fit(static_cast<size_t>(at.end), static_cast<size_t>(kPlaces * place),
+                      launch.units.units, launch.tiles, kMostBlocks, kMostWarps);
+  if (use.warps == 0) return false;
+  const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
+  allow_shared(kernel, use.shared);
+  kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * use.warps), use.shared,
+           stream>>>(launch);
+  CUDA_CHECK(cudaGetLastError());
+  return true;
+}
+
+}  // namespace replayeval

@@ -1,0 +1,192 @@
+// What the decode kernels of GDN that take units in turn share (gdn_decode_fp32.cu,
+// gdn_decode_nvfp4.cu): what a unit, the value heads of one key head of one row, needs beside
+// checkpoints and corrections. Its keys are normalised and multiplied once.
+#pragma once
+
+#include "kernels/decode_tiles.cuh"
+#include "kernels/gdn_block.cuh"
+
+namespace replayeval {
+
+struct GdnUnits {
+  GdnLayer layer;
+  DecodeRows rows;
+  GdnDecodeStep step;
+  float query_scale;
+  RecordType ring_u, beta;
+  int window, units;
+};
+
+/// Shared memory in bytes.
+struct GdnUnitLayout {
+  int k_row;                                            // floats
+  int raw_keys, raw_query, decay, beta, scale, inputs;  // of a unit, twice
+  int keys, query, dots, key_weights, query_weights, fold_weights, end;
+
+  __host__ __device__ GdnUnitLayout(int key_dim, int window, int heads, int act_bytes) {
+    k_row = key_dim + 4;
+    int at = 0;
+    const auto take = [&at](int bytes) {
+      const int from = at;
+      at += (bytes + 15) / 16 * 16;
+      return from;
+    };
+    raw_keys = take(window * key_dim * act_bytes);
+    raw_query = take(key_dim * act_bytes);
+    decay = take(4 * window * heads);
+    beta = take(4 * heads);
+    scale = take(4 * heads);
+    inputs = at;
+    at *= 2;
+    keys = take(4 * window * k_row);
+    query = take(4 * k_row);
+    dots = take(8 * window);
+    // Of a head: records, then the checkpoint's.
+    key_weights = take(4 * heads * (window + 1));
+    query_weights = take(4 * heads * (window + 1));
+    fold_weights = take(4 * heads * window);
+    end = at;
+  }
+};
+
+template <class Act, int kKeyDim>
+struct GdnUnit {
+  static constexpr int kEach = 16 / sizeof(Act), kKeyChunks = kKeyDim / kEach, kN16 = kKeyDim / 16;
+  const GdnUnits& p;
+  int row, key_head, heads, head0;
+
+  __device__ GdnUnit(const GdnUnits& units, int unit) : p(units) {
+    row = unit / p.layer.key_heads;
+    key_head = unit % p.layer.key_heads;
+    heads = p.layer.value_heads / p.layer.key_heads;
+    head0 = key_head * heads;
+  }
+  __device__ int64_t k_stride() const { return int64_t{p.layer.key_heads} * kKeyDim; }
+  __device__ int64_t v_stride() const { return int64_t{p.layer.value_heads} * p.layer.value_dim; }
+  __device__ int64_t slot(int j) const { return int64_t{row} * p.window + j; }
+
+  /// Begins to copy raw keys and query, decays and beta; t: records in the ring.
+  __device__ void copy_inputs(const GdnUnitLayout& at, int t, std::byte* to) const {
+    const int tid = threadIdx.x, threads = blockDim.x;
+    const int64_t slot = this->slot(0), own = row * k_stride() + key_head * kKeyDim;
+    const Act* key = static_cast<const Act*>(p.step.k) + own;
+    const Act* ring_k =
+        static_cast<const Act*>(p.step.ring_k) + slot * k_stride() + key_head * kKeyDim;
+    for (int i = tid; i < (t + 1) * kKeyChunks; i += threads) {
+      const int j = i / kKeyChunks;
+      copy_async(to + at.raw_keys + 16 * i,
+                 (j == t ? key : ring_k + j * k_stride()) + i % kKeyChunks * kEach);
+    }
+    for (int i = tid; i < kKeyChunks; i += threads) {
+      copy_async(to + at.raw_query + 16 * i, static_cast<const Act*>(p.step.q) + own + i * kEach);
+    }
+    const float* decay = p.step.decay_log2 + int64_t{row} * p.layer.value_heads + head0;
+    const float* ring_decay = p.step.ring_decay + slot * p.layer.value_heads + head0;
+    for (int i = tid; i < (t + 1) * heads; i += threads) {
+      const int j = i / heads;
+      copy_word(to + at.decay + 4 * i,
+                (j == t ? decay : ring_decay + j * p.layer.value_heads) + i % heads);
+    }
+    for (int h = tid; h < heads; h += threads) {
+      copy_word(to + at.beta + 4 * h, p.step.beta + int64_t{row} * p.layer.value_heads + head0 + h);
+    }
+  }
+
+  /// With `append` the token's k, decay and beta go to the ring. Makes normalised keys and query,
+  /// and of every record the negative weight of its u in this token's u, its weight in the output
+  /// and its decay, from inputs that have come; ends with a barrier.
+  __device__ void prepare(const GdnUnitLayout& at, int t, bool append, const std::byte* inputs,
+                          std::byte* shared) const {
+    const int tid = threadIdx.x, threads = blockDim.x;
+    const Act* raw_keys = reinterpret_cast<const Act*>(inputs + at.raw_keys);
+    const Act* raw_query = reinterpret_cast<const Act*>(inputs + at.raw_query);
+    const float* decays = reinterpret_cast<const float*>(inputs + at.decay);
+    const float* betas = reinterpret_cast<const float*>(inputs + at.beta);
+    float* keys = reinterpret_cast<float*>(shared + at.keys);
+    float* query = reinterpret_cast<float*>(shared + at.query);
+    float* dots = reinterpret_cast<float*>(shared + at.dots);
+    float* key_weights = reinterpret_cast<float*>(shared + at.key_weights);
+    float* query_weights = reinterpret_cast<float*>(shared + at.query_weights);
+    float* fold_weights = reinterpret_cast<float*>(shared + at.fold_weights);
+    if (append) {
+      for (int h = tid; h < heads; h += threads) {
+        const int64_t to = slot(t) * p.layer.value_heads + head0 + h;
+        p.step.ring_decay[to] = decays[t * heads + h];
+        p.step.ring_beta[to] = betas[h];
+      }
+      for (int i = tid; i < kKeyChunks; i += threads) {
+        Act* to = static_cast<Act*>(p.step.ring_k) + slot(t) * k_stride() + key_head * kKeyDim;
+        *reinterpret_cast<uint4*>(to + i * kEach) =
+            *reinterpret_cast<const uint4*>(raw_keys + t * kKeyDim + i * kEach);
+      }
+    }
+    // Normalised keys of the p.window and, as the last row, the query; sixteen threads a row.
+    for (int base = 0; base < t + 2; base += threads / 16) {
+      const int part = tid & 15, i = base + (tid >> 4), j = min(i, t + 1);
+      const Act* x = j <= t ? raw_keys + j * kKeyDim : raw_query;
+      float value[kN16], squares = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kN16; ++m) value[m] = to_float(x[part + 16 * m]);
+#pragma unroll
+      for (int m = 0; m < kN16; ++m) squares = __fmaf_rn(value[m], value[m], squares);
+#pragma unroll
+      for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
+      if (i > t + 1) continue;
+      const float factor = (j <= t ? 1.0f : p.query_scale) / sqrtf(squares + 1e-6f);
+      float* to = j <= t ? keys + j * at.k_row : query;
+#pragma unroll
+      for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m] * factor;
+    }
+    __syncthreads();
+    // k_t . k_j and q_t . k_j, one chain a thread, by the first warps; decays by the others.
+    const int records = (t + 32) / 32, dot_threads = 64 * records < threads ? 64 * records : 0;
+    for (int i = tid; i < 64 * records; i += threads) {
+      const int j = i / 64 * 32 + (i & 31), side = i >> 5 & 1;
+      if (j > t) continue;
+      const float *a = side == 1 ? query : keys + t * at.k_row, *b = keys + j * at.k_row;
+      float sum = 0.0f;
+#pragma unroll 8
+      for (int n = 0; n < kKeyDim; n += 4) sum = chain(load4(a + n), load4(b + n), sum);
+      dots[side * p.window + j] = sum;
+    }
+    for (int i = tid - dot_threads; i < (t + 2) * heads; i += threads - dot_threads) {
+      if (i < 0) continue;
+      const int j = i / heads, h = i % heads;
+      float exponent = 0.0f;
+      for (int k = j == t + 1 ? 0 : j + 1; k <= t; ++k) exponent = exponent + decays[k * heads + h];
+      const float weight = exp2_ordered(exponent);
+      if (j <= t) {
+        fold_weights[h * p.window + j] = weight;
+      } else {
+        key_weights[h * (p.window + 1) + p.window] = -weight;
+        query_weights[h * (p.window + 1) + p.window] = weight;
+      }
+    }
+    __syncthreads();
+    for (int i = tid; i < (t + 1) * heads; i += threads) {
+      const int j = i / heads, h = i % heads;
+      const float weight = fold_weights[h * p.window + j];
+      key_weights[h * (p.window + 1) + j] = -(weight * dots[j]);
+      query_weights[h * (p.window + 1) + j] = weight * dots[p.window + j];
+    }
+    __syncthreads();
+  }
+  __device__ float rounded_beta(float beta) const {
+    return p.beta == RecordType::bf16 ? round_value(DotType::bf16, beta) : beta;
+  }
+  /// Begins to copy the corrections of `t` records of kRows rows, from `first` of a record's on, to
+  /// [records, kRows].
+  template <int kRows>
+  __device__ void copy_corrections(int t, int64_t first, std::byte* to) const {
+    const int bytes = p.ring_u == RecordType::bf16 ? 2 : 4, chunks = kRows * bytes / 16;
+    const std::byte* from =
+        static_cast<const std::byte*>(p.step.ring_u) + (slot(0) * v_stride() + first) * bytes;
+    const int64_t stride = v_stride() * bytes;
+    const int shift = __popc(chunks - 1), lane = threadIdx.x & 31;
+    for (int i = lane; i < t << shift; i += 32) {
+      copy_async(to + 16 * i, from + (i >> shift) * stride + 16 * (i & (chunks - 1)));
+    }
+  }
+};
+
+}  // namespace replayeval

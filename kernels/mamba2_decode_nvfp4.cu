@@ -1,0 +1,219 @@
+// Outputs of a token of Mamba-2 from NVFP4 checkpoints (decode_cuda.h), for the rows that do not
+// flush: bound by instructions. A unit is the heads of a group of one row, whatever their number, a
+// tile 32 rows of them, one a thread, so that the sixteen lanes of its sum are the thread's own.
+#include "kernels/mamba2_unit.cuh"
+#include "kernels/nvfp4.cuh"
+
+namespace replayeval {
+namespace {
+
+constexpr int kTileRows = 32, kRunRows = 8;  // runs of rows lie in one head
+constexpr int kRuns = kTileRows / kRunRows;
+constexpr int kPlaces = 2;  // tiles in a warp's ring
+constexpr int kBlocks = 3;
+
+struct Launch {
+  Mamba2Units units;
+  const std::byte* read;
+  size_t row_stride, head_stride, scales, outer;
+  bool skip_flush;  // the rows that flush are another kernel's altogether
+  int tiles;
+};
+
+/// Bytes of a tile: codes, scales, the records' x.
+__host__ __device__ constexpr int place_bytes(int state_dim, int window, int act_bytes) {
+  return kTileRows * (state_dim / 2 + state_dim / 16 + window * act_bytes);
+}
+
+template <class Act, int kN16>
+__global__ void __launch_bounds__(256, kBlocks) read_nvfp4(const __grid_constant__ Launch p) {
+  extern __shared__ __align__(16) std::byte shared[];
+  constexpr int kStateDim = 16 * kN16, kCodeBytes = kTileRows * kStateDim / 2,
+                kScaleBytes = kTileRows * kN16;
+  using Unit = Mamba2Unit<Act, kStateDim>;
+  const Mamba2Layer& layer = p.units.layer;
+  const int head_dim = layer.head_dim, heads = p.units.unit_heads, window = p.units.window;
+  const Mamba2UnitLayout at(kStateDim, window, heads, sizeof(Act));
+  const int place_size = place_bytes(kStateDim, window, sizeof(Act));
+  const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
+  const int head_runs = head_dim / kRunRows, unit_runs = heads * head_runs;
+  float* cs = reinterpret_cast<float*>(shared + at.end);
+  std::byte* ring = shared + at.end + 4 * kStateDim + (tid >> 5) * (kPlaces * place_size);
+  const auto skipped = [&](int t) { return p.skip_flush && t + 1 == window; };
+  const auto copy = [&](int index, int tile, int, int place, int t) {
+    if (skipped(t)) return;
+    const Unit unit(p.units, index);
+    // A thread's 16 bytes are all of the same run of rows.
+    const int own_run = lane % kRuns, nth = lane / kRuns,
+              run = min(tile * kRuns + own_run, unit_runs - 1);
+    const int head = unit.head0 + run / head_runs, row = run % head_runs * kRunRows;
+    const std::byte* from = p.read + unit.row * p.row_stride + head * p.head_stride;
+    std::byte* to = ring + place * place_size;
+#pragma unroll
+    for (int i = 0; i < kN16 / 2; ++i) {
+      const int chunk = nth + 8 * i, r = chunk / (kN16 / 2), column = chunk % (kN16 / 2);
+      copy_async(to + 16 * nvfp4_chunk<kN16>(own_run * kRunRows + r, column),
+                 from + row * (kStateDim / 2) + 16 * chunk);
+    }
+    if (nth < kN16 / 2) {
+      copy_async(to + kCodeBytes + own_run * (kRunRows * kN16) + 16 * nth,
+                 from + p.scales + row * kN16 + 16 * nth);
+    }
+    constexpr int kXChunks = kRunRows / Unit::kEach;
+    const int64_t first = int64_t{head} * head_dim + row;
+    for (int i = nth; i < (t + 1) * kXChunks; i += 32 / kRuns) {
+      const int j = i / kXChunks, part = i % kXChunks;
+      copy_async(to + kCodeBytes + kScaleBytes +
+                     (j * kTileRows + own_run * kRunRows + part * Unit::kEach) * sizeof(Act),
+                 unit.x_of(j, t) + first + part * Unit::kEach);
+    }
+  };
+  const TileShare share(p.units.units, p.tiles);
+  TileRuns runs(&share, p.units.rows.pending, p.units.row_units);
+  TileCopies<kPlaces, 1, decltype(copy)> copies(runs, copy);
+  const auto copy_inputs = [&](const TileRun& run, int t, int half) {
+    if (!run.real() || skipped(t)) return;
+    const Unit unit(p.units, run.unit);
+    std::byte* to = shared + half * at.inputs;
+    unit.copy_inputs(at, t, to);
+    for (int h = tid; h < heads; h += threads) {
+      copy_word(to + at.scale + 4 * h,
+                p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
+    }
+  };
+  copy_inputs(runs.next, runs.next_t, 0);
+  commit_copies();
+
+  const uint32_t unit_matrix = unit_part();
+  const float* all_weights = reinterpret_cast<const float*>(shared + at.weights);
+  int place = 0, walked = 0;
+  for (runs.move(); runs.now.real(); runs.move()) {
+    const Unit unit(p.units, runs.now.unit);
+    const int t = runs.t;
+    const bool flush = t + 1 == window;
+    const std::byte* inputs = shared + (runs.index & 1) * at.inputs;
+    // The inputs went with the first copy of the last unit; later ones have been waited for since.
+    if (walked < kPlaces) finish_copies();
+    walked = 0;
+    __syncthreads();  // and the last unit's readers are done
+    copy_inputs(runs.next, runs.next_t, ~runs.index & 1);
+    if (!skipped(t)) {
+      const Act* act_c = reinterpret_cast<const Act*>(inputs + at.c);
+      float4 c[kN16];
+#pragma unroll
+      for (int m = 0; m < kN16; ++m) c[m] = four(act_c + 16 * m + 4 * (tid & 3));
+      for (int n = tid; n < kStateDim; n += threads) cs[n] = to_float(act_c[n]);
+      unit.prepare(at, t, !flush, false, inputs, c, shared);
+    }
+    for (int tile = runs.now.first + (tid >> 5); tile < runs.now.last; tile += threads >> 5) {
+      copies.wait();
+      copies.begin();
+      ++walked;
+      const std::byte* packed = ring + place * place_size;
+      if (++place == kPlaces) place = 0;
+      if (skipped(t)) continue;
+      const int run = tile * kRuns + lane / kRunRows, h = min(run, unit_runs - 1) / head_runs,
+                r = run % head_runs * kRunRows + lane % kRunRows;
+      const float outer = 128.0f * reinterpret_cast<const float*>(inputs + at.scale)[h];
+      float sum[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) sum[i] = 0.0f;
+      bool nan = false;
+#pragma unroll
+      for (int m = 0; m < kN16; m += 4) {
+        const uint32_t scales =
+            *reinterpret_cast<const uint32_t*>(packed + kCodeBytes + lane * kN16 + m);
+        nan = nan || nan_scale(scales);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint2 codes = *reinterpret_cast<const uint2*>(
+              packed + 16 * nvfp4_chunk<kN16>(lane, (m + k) / 2) + k % 2 * 8);
+          const __half2 scale = nvfp4_scale(scales, k);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float v[8];
+            widen_nvfp4(half == 0 ? codes.x : codes.y, scale, unit_matrix, v);
+            const float* c = cs + 16 * (m + k) + 8 * half;
+            const float4 low = load4(c), high = load4(c + 4);
+            const float operand[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              const int n = nvfp4_column(i);
+              sum[8 * half + n] = __fmaf_rn(v[i] * outer, operand[n], sum[8 * half + n]);
+            }
+          }
+        }
+      }
+      // Lanes i and i + 8, then 4, 2, 1 apart.
+#pragma unroll
+      for (int d = 8; d > 0; d /= 2) {
+#pragma unroll
+        for (int i = 0; i < d; ++i) sum[i] = sum[i] + sum[i + d];
+      }
+      const float total = nan ? __int_as_float(0x7FC00000) : sum[0];
+      const float* weight = all_weights + h * at.weight_row;
+      const Act* x = reinterpret_cast<const Act*>(packed + kCodeBytes + kScaleBytes) + lane;
+      float y = weight[window] * total;
+#pragma unroll 4
+      for (int j = 0; j <= t; ++j) y = __fmaf_rn(weight[j], to_float(x[j * kTileRows]), y);
+      if (run >= unit_runs) continue;
+      if (layer.skip) {
+        y = __fmaf_rn(reinterpret_cast<const float*>(inputs + at.skip)[h],
+                      to_float(x[t * kTileRows]), y);
+      }
+      const int64_t first = int64_t{unit.head0 + h} * head_dim + r;
+      static_cast<Act*>(p.units.step.y)[unit.row * unit.x_stride() + first] = from_float<Act>(y);
+      if (!flush) {
+        static_cast<Act*>(p.units.step.ring_x)[unit.slot(t) * unit.x_stride() + first] =
+            x[t * kTileRows];
+      }
+    }
+  }
+}
+
+using Kernel = void (*)(const Launch);
+template <class Act>
+Kernel kernel_of(int state_dim) {
+  return state_dim == 128  ? read_nvfp4<Act, 8>
+         : state_dim == 64 ? read_nvfp4<Act, 4>
+                           : read_nvfp4<Act, 16>;
+}
+
+}  // namespace
+
+bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
+                       const DecodeStates& states, const Mamba2DecodeStep& step,
+                       CudaStream stream) {
+  const FormatDescriptor& d = (plan.read ? *plan.read->format : *plan.recurrence.format).descriptor;
+  const int n = layer.state_dim;
+  const PackedLayout l = packed_layout(d, layer.head_dim, n);
+  if (!is_nvfp4(d, l) || (n != 64 && n != 128 && n != 256) || l.scales % 16 != 0) return false;
+  const bool bf16 = step.activation == RecordType::bf16;
+  Launch launch{{layer, rows, step, plan.window, 0, 0, 0},
+                plan.read ? states.read : states.recurrence,
+                plan.read ? states.read_row_stride : states.row_stride,
+                plan.read ? states.read_head_stride : states.head_stride,
+                l.scales,
+                l.outer,
+                plan.flush_output == FlushOutput::recurrence,
+                0};
+  const int heads = layer.heads / layer.groups;
+  launch.units.unit_heads = heads;
+  launch.units.row_units = layer.groups;
+  launch.units.units = rows.rows * layer.groups;
+  launch.tiles = (heads * (layer.head_dim / kRunRows) + kRuns - 1) / kRuns;
+  const Mamba2UnitLayout at(n, plan.window, heads, bf16 ? 2 : 4);
+  const TileLaunch use =
+      TileLaunch::fit(static_cast<size_t>(at.end) + 4 * static_cast<size_t>(n),
+                      static_cast<size_t>(kPlaces * place_bytes(n, plan.window, bf16 ? 2 : 4)),
+                      launch.units.units, launch.tiles, kBlocks, 8);
+  if (use.warps == 0) return false;
+  const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
+  allow_shared(kernel, use.shared);
+  kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * use.warps), use.shared,
+           stream>>>(launch);
+  CUDA_CHECK(cudaGetLastError());
+  return true;
+}
+
+}  // namespace replayeval
