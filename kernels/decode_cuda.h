@@ -62,7 +62,8 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
 /// One token of every row of a GDN layer. q, k [rows, key_heads, key_dim], v, o [rows, value_heads,
 /// value_dim] in `activation`; decay_log2, beta [rows, value_heads] FP32; rings k, v, decay_log2,
 /// beta of the same types and u [rows, window, value_heads, value_dim] of the plan's ring_u, each
-/// [rows, window, ...].
+/// [rows, window, ...]. The ring's u are those that earlier steps made (or gdn_advance): where they
+/// are what GdnFold::rederive would give again, a flush takes them as they are.
 struct GdnDecodeStep {
   RecordType activation = RecordType::bf16;
   const void* q = nullptr;
