@@ -460,7 +460,7 @@ Document random_document(int vocabulary, int64_t tokens) {
 }  // namespace
 
 int run_device_job_bench(const BenchOptions& options) {
-  constexpr int kChunk = 512;
+  constexpr int kChunk = 1024;
   constexpr int64_t kSingle = 2048;  // tokens in the middle that go one at a time
   ModelOptions model_options;
   model_options.compute = ComputeType::bf16;

@@ -643,7 +643,7 @@ const KeyRule kKeys[] = {
      [](Experiment& e, const Entry& entry) { e.threads = read_integer<int>(entry.node, 0, 4096); },
      [](const Experiment& e) { return std::to_string(e.threads); }},
     {{"chunk_tokens", "integer", "256",
-      "tokens that go through the model in one call; score: prompt tokens; device cuda: 512 unless "
+      "tokens that go through the model in one call; score: prompt tokens; device cuda: 1024 unless "
       "given",
       "all", false, true},
      [](Experiment& e, const Entry& entry) {
@@ -893,7 +893,7 @@ class KeyCollector {
 };
 
 /// chunk_tokens on a GPU unless given.
-constexpr int kDeviceChunk = 512;
+constexpr int kDeviceChunk = 1024;
 
 /// What the folder of data.kind pg19 looks like and where it comes from.
 std::string pg19_layout(const Experiment& e) {

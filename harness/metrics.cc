@@ -32,7 +32,7 @@ namespace {
 
 /// Positions whose logits a device holds at a time, of two rows. A fixed number: a product's shape,
 /// and so its bits, must not depend on the number of rows.
-constexpr int64_t kDevicePositions = 128;
+constexpr int64_t kDevicePositions = 256;
 
 /// `measure` with the metrics' kernels on the model's device.
 void measure_on_device(const Model& model, const Hidden& hidden, int rows, int tokens,

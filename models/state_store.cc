@@ -217,12 +217,8 @@ void StateStore::encode(const Row& row, int h, const float* state, float amax, i
   }
   if (!plan.read || !with_read) return;
   key.role = StateRole::read;
-  EncodeHealth read_health;
   encode_head(*plan.read, shape_.state, state, key, amax, to.read + head * to.read_stride,
-              memory + memory_bytes(*plan.recurrence.format, shape_.state), &read_health);
-  health.encode.saturated += read_health.saturated;
-  health.encode.clipped += read_health.clipped;
-  health.encode.vanished += read_health.vanished;
+              memory + memory_bytes(*plan.recurrence.format, shape_.state), &health.encode);
 }
 
 // The device's FP32 copies of what the host's packed checkpoints of a head mean.
@@ -491,7 +487,9 @@ void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
     float* state = states.data() + h * elements;
     const size_t head = static_cast<size_t>(h);
     const PackedHeads& to = staged(row, h) ? host_heads(row) : own;
+    if (staged(row, h)) to.health[head] = own.health[head];
     encode(row, h, state, amax, position, !keep_prompt, to);
+    if (staged(row, h)) own.health[head] = to.health[head];
     if (!keep_prompt) continue;
     decode_head(*row.plans[row.plan_of_head[head]].recurrence.format, shape_.state,
                 to.recurrence + head * to.recurrence_stride, state);
@@ -602,7 +600,8 @@ std::vector<HeadHealth> StateStore::head_health(int r) const {
   const Row& row = rows_[static_cast<size_t>(r)];
   backend_->download(health.data(), row.health.data(), health.size() * sizeof(HeadHealth));
   for (int h = 0; h < shape_.heads; ++h) {
-    if (staged(row, h)) health[static_cast<size_t>(h)] = row.host_health[static_cast<size_t>(h)];
+    if (staged(row, h) && !row.in_prompt)
+      health[static_cast<size_t>(h)] = row.host_health[static_cast<size_t>(h)];
   }
   return health;
 }

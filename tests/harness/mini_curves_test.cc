@@ -29,9 +29,9 @@ struct Curve {
 
 /// Mean figures of each state over the first 4,096 tokens; row 0 is FP32 with L = 16.
 std::map<std::string, Curve> measure_states(const Model& model, const Document& document,
-                                            const std::vector<std::string>& names) {
+                                            const std::vector<std::string>& names, uint64_t seed) {
   StateOptions defaults;
-  defaults.seed = 1;
+  defaults.seed = seed;
   // The independent program rounds stochastically with real-valued probabilities. NVFP4's 8 random
   // bits an element round down by 2^-9 of a gap in the mean, which acts like extra decay: on
   // mini-gdn, whose slow heads accumulate it, mean KL falls by 8 % (0.0127 with 24 bits, 0.0117
@@ -80,7 +80,7 @@ std::map<std::string, Curve> measure_states(const Model& model, const Document& 
 
 void check_curves(const std::string& text, const std::string& name,
                   const std::filesystem::path& data, const std::string& id,
-                  ModelOptions options = {}) {
+                  ModelOptions options = {}, uint64_t seeds = 1) {
   const std::string expected_path = test::case_path("cases/models-mini/expected.json");
   REQUIRE(!expected_path.empty());
   std::ifstream file(expected_path);
@@ -96,7 +96,20 @@ void check_curves(const std::string& text, const std::string& name,
   const LoadedDocuments loaded = load_documents(source, *tokenizer);
   std::vector<std::string> names;
   for (const auto& [state, figures] : expected.at("states").items()) names.push_back(state);
-  std::map<std::string, Curve> curves = measure_states(model, loaded.documents.at(0), names);
+  std::map<std::string, Curve> curves = measure_states(model, loaded.documents.at(0), names, 1);
+  for (uint64_t seed = 2; seed <= seeds; ++seed) {
+    for (const auto& [state, curve] : measure_states(model, loaded.documents.at(0), names, seed)) {
+      Curve& sum = curves[state];
+      sum.mean_kl += curve.mean_kl;
+      sum.nll += curve.nll;
+      for (const auto& [bin, kl] : curve.bins) sum.bins[bin] += kl;
+    }
+  }
+  for (auto& [state, curve] : curves) {
+    curve.mean_kl /= static_cast<double>(seeds);
+    curve.nll /= static_cast<double>(seeds);
+    for (auto& [bin, kl] : curve.bins) kl /= static_cast<double>(seeds);
+  }
 
   // NLL of FP32 arithmetic: two programs differ by rounding, far below 1e-5 nats in the mean.
   CHECK(std::abs(curves["baseline"].nll - expected.at("fp32_nll").get<double>()) < 1e-5);
@@ -134,18 +147,22 @@ void check_curves(const std::string& text, const std::string& name,
 }  // namespace
 
 TEST_SUITE("gpu") {
-  TEST_CASE("mini models on a GPU, fast products, agree with the independent program") {
+  TEST_CASE("mini models on a GPU agree with the independent program") {
     std::string reason;
     if (!cuda_available(&reason)) {
       std::fprintf(stderr, "SKIPPED: %s\n", reason.c_str());
       return;
     }
+    // The stated spreads hold what one seed does; another order of the dense sums is another draw,
+    // so fast products are judged by the mean of three seeds.
     ModelOptions options;
     options.device = Device::cuda;
-    options.dense = DenseMode::fast;
     for (const char* name : {"mini-mamba2", "mini-gdn"}) {
-      check_curves("sample-1", name, std::string(REPLAYEVAL_SOURCE_DIR) + "/datasets/sample", "1",
-                   options);
+      const std::string data = std::string(REPLAYEVAL_SOURCE_DIR) + "/datasets/sample";
+      options.dense = DenseMode::invariant;
+      check_curves("sample-1", name, data, "1", options);
+      options.dense = DenseMode::fast;
+      check_curves("sample-1", name, data, "1", options, 3);
     }
   }
 }
