@@ -42,7 +42,7 @@ void encode_reference(const EncodeTask& task, EncodeCounts* counts) {
   const PackedLayout& l = task.layout;
   const int columns = l.state_dim;
   std::byte* packed = task.packed;
-  std::memset(packed, 0, l.columns);
+  std::memset(packed, 0, l.zeros);  // zero points, behind, are there already
   bool blocks = d.block_scale != BlockScale::none;
   const float* x = task.x;
 

@@ -197,6 +197,17 @@ TEST_CASE("zero points: an asymmetric block uses all its codes") {
   CHECK(r.decoded[15] == 25);
   CHECK(r.decoded[7] == 17);
   CHECK(bits_per_element(*midpoint, shape) == 2 + 48.0 / 32);
+  // An odd state_dim takes the plain interpreter: 15 numbers 10 ... 24 in 16 codes, half a step off
+  // at most.
+  StateShape odd{4, 15};
+  auto row = parse(
+      "element: {integer: {from: 0, to: 15}}\nscale: {format: fp32, block: 15}\nzero_point: "
+      "minimum");
+  std::vector<float> y(static_cast<size_t>(odd.elements()));
+  for (size_t i = 0; i < y.size(); ++i) y[i] = 10 + static_cast<float>(i % 15);
+  const Result plain = round_trip(row, odd, y);
+  for (size_t i = 0; i < y.size(); ++i)
+    CHECK(std::fabs(plain.decoded[i] - y[i]) <= 0.5f * 14 / 15 + 1e-5f);
   x[0] = std::numeric_limits<float>::infinity();
   x[1] = std::nanf("");
   r = round_trip(minimum, shape, x);
