@@ -161,7 +161,7 @@ void run(const GdnLayer& layer, std::span<const StateRow> rows, std::span<const 
   launch.layer = layer;
   launch.query_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(layer.key_dim)));
   launch.records = largest_span(general_rows, general_tokens, mode);
-  launch.separate = row_tables.any_separate();
+  launch.separate = std::any_of(general_rows.begin(), general_rows.end(), has_own_read);
   const GdnLayout at(layer.value_dim, layer.key_dim, launch.records, layer.channel_decay,
                      launch.separate);
   // What fits goes into shared memory: all, else the matrices' neighbours, else the matrices, else

@@ -297,7 +297,7 @@ void run(const Mamba2Layer& layer, std::span<const StateRow> rows,
   Mamba2Launch launch{};
   launch.layer = layer;
   launch.records = largest_span(general_rows, general_tokens, mode);
-  launch.separate = row_tables.any_separate();
+  launch.separate = std::any_of(general_rows.begin(), general_rows.end(), has_own_read);
   const Mamba2Layout at(layer.head_dim, layer.state_dim, launch.records, launch.separate);
   size_t shared = block_codec_bytes(layer.head_dim) + static_cast<size_t>(at.end) * sizeof(float);
   const size_t matrices = static_cast<size_t>(at.matrices_end) * sizeof(float),

@@ -28,7 +28,6 @@ RowTables::RowTables(std::span<const StateRow> rows, StateShape shape, int heads
       mode_(mode),
       layer_(layer),
       head_offset_(head_offset) {
-  std::vector<int> least_window;
   for (size_t r = 0; r < rows.size(); ++r) {
     const StateRow& row = rows[r];
     DeviceRow device{};
@@ -48,7 +47,6 @@ RowTables::RowTables(std::span<const StateRow> rows, StateShape shape, int heads
       head_plans_.insert(head_plans_.end(), row.plan_of_head, row.plan_of_head + heads);
     }
     rows_.push_back(device);
-    int least = kMaxWindow;
     for (size_t p = 0; p < row.plans.size(); ++p) {
       const HeadPlan& plan = row.plans[p];
       DevicePlan d;
@@ -60,7 +58,6 @@ RowTables::RowTables(std::span<const StateRow> rows, StateShape shape, int heads
         d.read_stochastic = plan.read->rounding == Rounding::stochastic;
         d.read_memory = memory_bytes(*plan.recurrence.format, shape);
         any_residual_ = any_residual_ || plan.read->format->residual;
-        any_separate_ = true;
       }
       d.spans_layer = spans_layer(plan);
       d.window = plan.window;
@@ -76,15 +73,8 @@ RowTables::RowTables(std::span<const StateRow> rows, StateShape shape, int heads
       if (known == plans_.end()) plans_.push_back(d);
       pending_.push_back(row.pending[p]);
       if (d.spans_layer) layer_plans_.emplace_back(static_cast<int>(r), static_cast<int>(p));
-      least = std::min(least, plan.window);
     }
-    least_window.push_back(least);
-    row_order_.push_back(static_cast<int>(r));
   }
-  // Short windows flush most often and take longest: first.
-  std::stable_sort(row_order_.begin(), row_order_.end(), [&](int a, int b) {
-    return least_window[static_cast<size_t>(a)] < least_window[static_cast<size_t>(b)];
-  });
 }
 
 void RowTables::add_to(CallTables* tables) {
@@ -93,7 +83,6 @@ void RowTables::add_to(CallTables* tables) {
   plans_at_ = tables->add(std::span<const DevicePlan>(plans_));
   row_plans_at_ = tables->add(std::span<const int>(row_plans_));
   pending_at_ = tables->add(std::span<const int>(pending_));
-  row_order_at_ = tables->add(std::span<const int>(row_order_));
   head_plans_at_ = tables->add(std::span<const uint8_t>(head_plans_));
 }
 
@@ -104,7 +93,6 @@ ReplayTables RowTables::on_device(const CallTables& tables) const {
   t.row_plans = tables.table<const int>(row_plans_at_);
   t.pending = tables.table<const int>(pending_at_);
   t.head_plans = tables.table<const uint8_t>(head_plans_at_);
-  t.row_order = tables.table<const int>(row_order_at_);
   t.formats = formats_.formats(tables);
   t.fixed_scales = formats_.scales(tables);
   t.mode = mode_;

@@ -48,7 +48,6 @@ struct ReplayTables {
   const int* row_plans;  // index of a plan in `plans`
   const int* pending;
   const uint8_t* head_plans;
-  const int* row_order;
   const DeviceFormat* formats;
   const float* fixed_scales;
   WalkMode mode;
@@ -76,7 +75,6 @@ class RowTables {
   void add_to(CallTables* tables);
   ReplayTables on_device(const CallTables& tables) const;
 
-  bool any_separate() const { return any_separate_; }
   bool any_residual() const { return any_residual_; }
   /// (row, plan of the row) of the plans that go span by span.
   const std::vector<std::pair<int, int>>& layer_plans() const { return layer_plans_; }
@@ -84,15 +82,14 @@ class RowTables {
  private:
   std::vector<DeviceRow> rows_;
   std::vector<DevicePlan> plans_;
-  std::vector<int> row_plans_, pending_, row_order_;
+  std::vector<int> row_plans_, pending_;
   std::vector<uint8_t> head_plans_;
   FormatTable formats_;
   std::vector<std::pair<int, int>> layer_plans_;
-  bool any_separate_ = false, any_residual_ = false;
+  bool any_residual_ = false;
   WalkMode mode_;
   int layer_, head_offset_;
-  size_t rows_at_ = 0, plans_at_ = 0, row_plans_at_ = 0, pending_at_ = 0, row_order_at_ = 0,
-         head_plans_at_ = 0;
+  size_t rows_at_ = 0, plans_at_ = 0, row_plans_at_ = 0, pending_at_ = 0, head_plans_at_ = 0;
 };
 
 /// h of every plan of a row after a call; throws as replay_spans.

@@ -37,6 +37,12 @@ inline RowPath row_path(const StateRow& row, int state_dim, WalkMode mode) {
   return eager ? RowPath::eager : shared ? RowPath::shared : RowPath::separate;
 }
 
+/// Whether a plan of the row has a checkpoint of its own to read.
+inline bool has_own_read(const StateRow& row) {
+  return std::any_of(row.plans.begin(), row.plans.end(),
+                     [](const HeadPlan& plan) { return plan.read.has_value(); });
+}
+
 /// The rows of a call by path, in the order of what they cost: short windows first, of those
 /// stochastic ones before others before FP32.
 struct RowGroups {
