@@ -291,7 +291,7 @@ TEST_CASE("flips name the first differing token, its margin, the texts, and the 
   kl.run.job = "kl";
   kl.documents = {{"math/m1/0", "", 5, "", 0, 3}, {"math/m0/0", "", 7, "", 0, 3}};
   kl.token_ids = {{1, 1, 1, 1, 2}, {1, 9, 9, 5, 6, 7, 8}};
-  for (const char* name : {"fp32", "state1", "state2"}) {
+  for (const std::string name : {"fp32", "state1", "state2"}) {
     StateReport state;
     state.info = sample_state(name);
     for (size_t d = 0; d < 2; ++d) {
@@ -299,7 +299,7 @@ TEST_CASE("flips name the first differing token, its margin, the texts, and the 
       document.first_position = 3;
       document.length = kl.documents[d].tokens;
       for (int64_t t = 0; t < document.length; ++t)
-        document.kl.push_back(static_cast<float>(t) + (name[5] == '2' ? 0.5f : 0.25f));
+        document.kl.push_back(static_cast<float>(t) + (name == "state2" ? 0.5f : 0.25f));
       state.documents.push_back(document);
     }
     kl.states.push_back(std::move(state));
