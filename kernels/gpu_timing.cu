@@ -3,6 +3,7 @@
 #include <deque>
 #include <memory>
 
+#include "kernels/decode_traffic.h"
 #include "kernels/gdn_cuda.h"
 #include "kernels/gpu_timing.h"
 #include "kernels/kl_cuda.h"
@@ -193,7 +194,7 @@ class DecodeBench {
     for (int i = 0; i < w_.cycles; ++i) cycle.run();
     timing.seconds = timer.stop() / (w_.cycles * window * w_.layers);
     steps_ = (w_.cycles + 1) * window;
-    timing.bytes = bytes();
+    timing.bytes = decode_bytes(w_);
     if (!w_.only_reads) {
       for (size_t i = 0; i < checked.size() && timing.difference.empty(); ++i)
         timing.difference = check(checked[i], i);
@@ -264,35 +265,6 @@ class DecodeBench {
       }
     }
     if (!w_.only_reads) decode_step_cuda(rows_, w_.plan.window, stream);
-  }
-
-  double bytes() const {
-    const double window = w_.plan.window, act = w_.activation == RecordType::bf16 ? 2 : 4;
-    const double recurrence =
-        heads_ * static_cast<double>(packed_bytes(*w_.plan.recurrence.format, shape_));
-    const double read =
-        w_.plan.read ? heads_ * static_cast<double>(packed_bytes(*w_.plan.read->format, shape_))
-                     : recurrence;
-    double record, io;  // of a row: a record in the ring; inputs and outputs of a token
-    if (!w_.is_gdn) {
-      const double x = heads_ * static_cast<double>(shape_.head_dim) * act,
-                   b = w_.mamba2.groups * static_cast<double>(shape_.state_dim) * act;
-      record = x + b + 4 * heads_;
-      io = 2 * x + 2 * b + 4 * heads_;
-    } else {
-      const double k = w_.gdn.key_heads * static_cast<double>(shape_.state_dim) * act,
-                   v = heads_ * static_cast<double>(shape_.head_dim) * act;
-      const double u = heads_ * static_cast<double>(shape_.head_dim) *
-                       (w_.plan.ring_u == RecordType::bf16 ? 2 : 4);
-      record = k + u + 4 * heads_;  // v and beta are read by flushes only
-      io = 2 * k + 2 * v + 8 * heads_ + v;
-    }
-    const double flushes = w_.only_reads ? 0 : 1 / window;
-    const double records =
-        w_.only_reads ? static_cast<double>(w_.plan.window / 2) : (window - 1) / 2;
-    const double at_flush = recurrence + recurrence + (w_.plan.read ? read : 0);
-    return w_.rows * ((1 - flushes) * read + flushes * at_flush + records * record +
-                      (1 - flushes) * record + io);
   }
 
   std::vector<int> checked_rows() const {
