@@ -61,10 +61,11 @@ function(replayeval_test folder)
     REPLAYEVAL_SOURCE_DIR="${PROJECT_SOURCE_DIR}" REPLAYEVAL_SHARED_DIR="${PROJECT_SOURCE_DIR}/../shared")
   add_test(NAME ${folder} COMMAND test_${folder} --test-suite-exclude=reference,slow,gpu
     WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-  set_tests_properties(${folder} PROPERTIES LABELS unit)
+  # Sanitizers make the longest suite take half an hour.
+  set_tests_properties(${folder} PROPERTIES LABELS unit TIMEOUT 7200)
   foreach(suite ${arg_SUITES})
     add_test(NAME ${folder}_${suite} COMMAND test_${folder} --test-suite=${suite} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-    set_tests_properties(${folder}_${suite} PROPERTIES LABELS ${suite})
+    set_tests_properties(${folder}_${suite} PROPERTIES LABELS ${suite} TIMEOUT 7200)
   endforeach()
 endfunction()
 
