@@ -379,6 +379,11 @@ void print_job(const BenchOptions& options) {
 void print_growth(const BenchOptions& options) {
   constexpr int64_t kShort = 4096;
   constexpr int kChunk = 256;
+  if (options.longest < kShort || options.longest % kShort != 0) {
+    throw std::invalid_argument("bench: --longest: expected a multiple of " +
+                                std::to_string(kShort) + ", got " +
+                                std::to_string(options.longest));
+  }
   const Model model(Checkpoint::open(options.model), {});
   const Document document = load_document(options, options.longest);
   std::printf(
@@ -395,7 +400,8 @@ void print_growth(const BenchOptions& options) {
     if (parts.position() == kShort) parts.restart();
     whole.step(kChunk);
     parts.step(kChunk);
-    if (whole.position() != next) continue;
+    if (whole.position() != next && whole.position() != options.longest) continue;
+    next = whole.position();
     const JobTimes w = whole.times(), p = parts.times();
     const double rest = (w.total - w.forward.attention) / (p.total - p.forward.attention);
     const double rate = attention_operations(model.spec(), next) / w.forward.attention;
@@ -462,6 +468,10 @@ Document random_document(int vocabulary, int64_t tokens) {
 int run_device_job_bench(const BenchOptions& options) {
   constexpr int kChunk = 1024;
   constexpr int64_t kSingle = 2048;  // tokens in the middle that go one at a time
+  if (options.tokens < 2 * kChunk) {
+    throw std::invalid_argument("bench: --tokens: expected at least " + std::to_string(2 * kChunk) +
+                                " on a GPU, got " + std::to_string(options.tokens));
+  }
   ModelOptions model_options;
   model_options.compute = ComputeType::bf16;
   model_options.dense = DenseMode::fast;
@@ -541,8 +551,10 @@ int run_device_job_bench(const BenchOptions& options) {
 int run_bench(const BenchOptions& options) {
   const std::vector<std::string> known = {"all", "formats", "kernels", "job", "growth"};
   if (std::find(known.begin(), known.end(), options.what) == known.end()) {
-    throw std::invalid_argument("bench: expected formats, kernels, job, growth or all, got '" +
-                                options.what + "'");
+    throw std::invalid_argument(
+        "bench: expected formats, kernels, job, growth or all (decode with --model or --device "
+        "cuda), got '" +
+        options.what + "'");
   }
   const int threads = options.threads > 0
                           ? options.threads

@@ -46,6 +46,17 @@ Workload workload_of(const Shape& shape) {
 
 }  // namespace
 
+void check_options(const GpuBenchOptions& options) {
+  const auto refuse = [](const char* option, const std::string& expected, int got) {
+    throw std::invalid_argument(std::string("bench: --") + option + ": expected " + expected +
+                                ", got " + std::to_string(got));
+  };
+  if (options.rows < 1) refuse("rows", "1 or more", options.rows);
+  if (options.window < 1 || options.window > kMaxWindow)
+    refuse("window", "1 to " + std::to_string(kMaxWindow), options.window);
+  decode_shapes(options);
+}
+
 std::vector<std::string> decode_shapes(const GpuBenchOptions& options) {
   std::vector<std::string> known;
   for (const Shape& shape : kShapes) known.emplace_back(shape.name);
@@ -113,13 +124,14 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
 }
 
 int run_gpu_bench(const std::string& what, const GpuBenchOptions& options, std::FILE* out) {
+  check_options(options);
   if (what == "decode") return run_gpu_decode_bench(options, out);
   if (what == "kernels" || what == "kl" || what == "all") {
     const int result = run_gpu_kernel_bench(out);
     return what == "all" ? std::max(result, run_gpu_decode_bench(options, out)) : result;
   }
   throw std::invalid_argument(
-      "bench: with --device cuda expected decode, kernels, kl or all, got '" + what + "'");
+      "bench: with --device cuda expected decode, kernels, kl, job or all, got '" + what + "'");
 }
 
 int run_gpu_kernel_bench(std::FILE* out) {

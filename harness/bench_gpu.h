@@ -21,6 +21,8 @@ struct GpuBenchOptions {
       states;  // built-in formats, `recurrence/read`; empty: fp32, fp16+sr, nvfp4+sr, fp16+sr/nvfp4
 };
 
+/// Throws std::invalid_argument for rows, a window or a shape that cannot be.
+void check_options(const GpuBenchOptions& options);
 /// Names of the shapes that are asked for; throws std::invalid_argument for an unknown one.
 std::vector<std::string> decode_shapes(const GpuBenchOptions& options);
 /// A layer of that shape.

@@ -23,7 +23,12 @@ HeadPlan plan_of(const std::string& name, int window) {
   StateOptions options;
   options.window = window;
   options.seed = 1;
-  return head_plan(parse_state_precision(name, options));
+  const StatePrecision precision = parse_state_precision(name, options);
+  if (!precision.whole_model()) {
+    throw std::invalid_argument("bench: " + name +
+                                ": expected a state of all layers and heads, without a selection");
+  }
+  return head_plan(precision);
 }
 
 struct Range {
@@ -64,6 +69,7 @@ Range read_sweep(const std::string& sweep) {
 
 int run_decode_sweep(const std::string& sweep, const GpuBenchOptions& options, std::FILE* out) {
   const Range range = read_sweep(sweep);
+  check_options(options);
   std::string reason;
   if (!cuda_available(&reason)) throw std::runtime_error("bench: " + reason);
   const DeviceRates rates = measure_device_rates();
@@ -96,6 +102,10 @@ int run_decode_sweep(const std::string& sweep, const GpuBenchOptions& options, s
 
 int print_model_traffic(const std::filesystem::path& model, const GpuBenchOptions& options,
                         std::FILE* out) {
+  check_options(options);
+  std::vector<HeadPlan> plans;
+  for (const std::string& state : states_of(options))
+    plans.push_back(plan_of(state, options.window));
   const auto checkpoint = Checkpoint::open(model, WeightType::bf16, WeightAccess::headers);
   const ModelSpec spec = find_family(*checkpoint).build(*checkpoint);
   constexpr double kBf16 = 2;
@@ -110,14 +120,15 @@ int print_model_traffic(const std::filesystem::path& model, const GpuBenchOption
                model.string().c_str(), 1e-3 * cache);
   std::fprintf(out, "%-16s %3s %14s %18s %8s\n", "state", "L", "state MB/step", "equal at tokens",
                "best L");
-  for (const std::string& state : states_of(options)) {
+  for (size_t s = 0; s < plans.size(); ++s) {
+    const std::string state = states_of(options)[s];
     double bytes = 0;
     int best = 0;
     for (const Block& block : spec.blocks) {
       for (const Branch& branch : block.branches) {
         DecodeWorkload w;
         w.rows = 1;
-        w.plan = plan_of(state, options.window);
+        w.plan = plans[s];
         if (const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer)) {
           w.mamba2.heads = mamba->heads;
           w.mamba2.groups = mamba->groups;
@@ -137,7 +148,7 @@ int print_model_traffic(const std::filesystem::path& model, const GpuBenchOption
       }
     }
     if (bytes == 0) throw std::invalid_argument(model.string() + ": no layer has recurrent state");
-    std::fprintf(out, "%-16s %3d %14.2f ", state.c_str(), options.window, 1e-6 * bytes);
+    std::fprintf(out, "%-16s %3d %14.2f ", state.c_str(), plans[s].window, 1e-6 * bytes);
     if (cache > 0) {
       std::fprintf(out, "%18.0f", bytes / cache);
     } else {

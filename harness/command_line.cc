@@ -410,7 +410,7 @@ int parse_and_run(int argc, const char* const* argv) {
       app.add_subcommand("bench", "rates of the kernels, and where a run's time goes");
   bench_app->add_option("what", bench_options.what,
                         "all (unless given) | formats | kernels | job | growth; with --device "
-                        "cuda decode | kernels | kl | job");
+                        "cuda all | decode | kernels | kl | job; with --model decode");
   GpuBenchOptions gpu_options;
   std::string bench_device = "cpu";
   bench_app->add_option("--device", bench_device, "cpu unless given, or cuda")
@@ -421,7 +421,8 @@ int parse_and_run(int argc, const char* const* argv) {
       ->add_option("--shape", gpu_options.shapes,
                    "on a GPU: mamba2-h96, mamba2-h128, gdn-h32 (repeatable), all unless given")
       ->allow_extra_args(false);
-  bench_app->add_option("--threads", bench_options.threads, "all cores unless given");
+  bench_app->add_option("--threads", bench_options.threads, "all cores unless given")
+      ->check(CLI::Range(1, 4096));
   bench_app->add_option("--model", bench_model,
                         "folder or hub name, models/mini-mamba2 unless given");
   bench_app->add_option("--data", bench_data,
@@ -457,6 +458,7 @@ int parse_and_run(int argc, const char* const* argv) {
     }
     gpu_options.states = bench_options.states;
     if (bench_options.what == "decode" && !bench_model.empty()) {
+      if (!bench_sweep.empty()) reject("bench: --sweep: expected no --model with it");
       result = print_model_traffic(find_model(bench_model), gpu_options, stdout);
       return;
     }

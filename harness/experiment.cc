@@ -290,6 +290,11 @@ void read_states(Experiment& e, const Entry& entry) {
     }
     for (StatePrecision& candidate : expanded) {
       const std::string identity = state_identity(candidate, e.baseline);
+      if (identity == state_identity(e.baseline, e.baseline)) {
+        reject_at(entry, item,
+                  candidate.name +
+                      ": the baseline's own state; it is computed as the reference anyway");
+      }
       for (const StatePrecision& other : e.states) {
         if (state_identity(other, e.baseline) == identity) {
           reject_at(entry, item,
@@ -643,7 +648,8 @@ const KeyRule kKeys[] = {
      [](Experiment& e, const Entry& entry) { e.threads = read_integer<int>(entry.node, 0, 4096); },
      [](const Experiment& e) { return std::to_string(e.threads); }},
     {{"chunk_tokens", "integer", "256",
-      "tokens that go through the model in one call; score: prompt tokens; device cuda: 1024 unless "
+      "tokens that go through the model in one call; score: prompt tokens; device cuda: 1024 "
+      "unless "
       "given",
       "all", false, true},
      [](Experiment& e, const Entry& entry) {

@@ -210,7 +210,7 @@ TEST_CASE("the resolved text reads back as the same experiment") {
            {"formats={mine: " + std::string(REPLAYEVAL_SOURCE_DIR) + "/formats/e3m2_block32.yaml}",
             "states=[fp16+sr/mine, mine+sr]"},
            {"data.documents=[1, 2]", "data.join=true", "data.tokens=all", "out=\"" + odd + "\""},
-           {"data.kind=text", "data.path=\"" + odd + "\"", "window=4", "baseline=fp32@L=1",
+           {"data.kind=text", "data.path=\"" + odd + "\"", "window=4", "baseline=fp32@L=2",
             "out=\"@out\""}}) {
     const Experiment first = load_experiment(folder.write("first.yaml", minimal()), settings);
     const std::string text = resolved_text(first);
@@ -294,8 +294,10 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
     const std::string error = error_of(file);
     return error.starts_with(file + ":") ? error.substr(file.size() + 1) : error;
   };
-  CHECK(states_error("  - fp32\n  - fp32/nvfp5+sr\n")
+  CHECK(states_error("  - fp16\n  - fp32/nvfp5+sr\n")
             .starts_with("6:5: states: fp32/nvfp5+sr: unknown format 'nvfp5'; known: fp32 "));
+  CHECK(states_error("  - nvfp4\n  - fp32@L=16\n") ==
+        "6:5: states: fp32: the baseline's own state; it is computed as the reference anyway");
   CHECK(states_error("  - nvfp4\n  - nvfp4@L=16\n") ==
         "6:5: states: nvfp4: the same state as 'nvfp4' before it");
   CHECK(states_error("  - nvfp4+sr\n  - nvfp4+sr@seed=1\n") ==
@@ -524,7 +526,7 @@ TEST_CASE("--set overrides the file") {
   CHECK(error_of(file, {"window"}) == "--set window: expected key=value");
   CHECK(error_of(file, {"window=99"}) ==
         "--set window: window: expected a whole number from 1 to 64, got '99'");
-  CHECK(error_of(file, {"states=[fp32, nvfp5]"})
+  CHECK(error_of(file, {"states=[fp16, nvfp5]"})
             .starts_with("--set states: states: nvfp5: unknown format 'nvfp5'"));
   CHECK(error_of(file, {"states=[fp32"}).starts_with("--set states: not valid YAML: "));
   CHECK(error_of(file, {"data=3"}).starts_with("--set data: data: expected a map"));
