@@ -21,13 +21,6 @@ constexpr Shape kShapes[] = {
     {"gdn-h32", true, 32, 16, 128, 128},
 };
 
-HeadPlan plan_of(const std::string& name, int window) {
-  StateOptions options;
-  options.window = window;
-  options.seed = 1;
-  return head_plan(parse_state_precision(name, options));
-}
-
 /// The layer of a shape, for a workload of decoding or of chunks.
 template <class Workload>
 Workload workload_of(const Shape& shape) {
@@ -45,6 +38,18 @@ Workload workload_of(const Shape& shape) {
 }
 
 }  // namespace
+
+HeadPlan decode_plan(const std::string& name, int window) {
+  StateOptions options;
+  options.window = window;
+  options.seed = 1;
+  const StatePrecision precision = parse_state_precision(name, options);
+  if (!precision.whole_model()) {
+    throw std::invalid_argument("bench: " + name +
+                                ": expected a state of all layers and heads, without a selection");
+  }
+  return head_plan(precision);
+}
 
 void check_options(const GpuBenchOptions& options) {
   const auto refuse = [](const char* option, const std::string& expected, int got) {
@@ -97,7 +102,7 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
   for (const std::string& shape : decode_shapes(options)) {
     for (const std::string& state : states) {
       DecodeWorkload w = decode_workload(shape);
-      w.plan = plan_of(state, options.window);
+      w.plan = decode_plan(state, options.window);
       w.rows = options.rows;
       w.layers = options.layers;
       w.cycles = options.cycles;
@@ -148,7 +153,7 @@ int run_gpu_kernel_bench(std::FILE* out) {
     auto w = workload_of<ChunkWorkload>(shape);
     std::vector<HeadPlan> all;
     for (const auto& [name, window] : states) {
-      w.plans = {plan_of(name, window)};
+      w.plans = {decode_plan(name, window)};
       all.push_back(w.plans[0]);
       std::fprintf(out, "%-12s %-16s %3d %9.2f\n", shape.name, name, window,
                    1e6 * time_chunk(w) / w.tokens);

@@ -25,6 +25,9 @@ struct GpuBenchOptions {
 void check_options(const GpuBenchOptions& options);
 /// Names of the shapes that are asked for; throws std::invalid_argument for an unknown one.
 std::vector<std::string> decode_shapes(const GpuBenchOptions& options);
+/// How a state of this spelling is kept, with seed 1. Throws std::invalid_argument for a selection
+/// of layers or heads, which a shape does not have.
+HeadPlan decode_plan(const std::string& name, int window);
 /// A layer of that shape.
 DecodeWorkload decode_workload(const std::string& shape);
 

@@ -19,18 +19,6 @@ std::vector<std::string> states_of(const GpuBenchOptions& options) {
                                 : options.states;
 }
 
-HeadPlan plan_of(const std::string& name, int window) {
-  StateOptions options;
-  options.window = window;
-  options.seed = 1;
-  const StatePrecision precision = parse_state_precision(name, options);
-  if (!precision.whole_model()) {
-    throw std::invalid_argument("bench: " + name +
-                                ": expected a state of all layers and heads, without a selection");
-  }
-  return head_plan(precision);
-}
-
 struct Range {
   bool windows = false;
   std::vector<int> values;
@@ -83,7 +71,7 @@ int run_decode_sweep(const std::string& sweep, const GpuBenchOptions& options, s
       for (int value : range.values) {
         DecodeWorkload w = decode_workload(shape);
         w.rows = range.windows ? options.rows : value;
-        w.plan = plan_of(state, range.windows ? value : options.window);
+        w.plan = decode_plan(state, range.windows ? value : options.window);
         w.layers = options.layers;
         w.cycles = options.cycles;
         const DecodeTiming t = time_decode(w);
@@ -105,7 +93,7 @@ int print_model_traffic(const std::filesystem::path& model, const GpuBenchOption
   check_options(options);
   std::vector<HeadPlan> plans;
   for (const std::string& state : states_of(options))
-    plans.push_back(plan_of(state, options.window));
+    plans.push_back(decode_plan(state, options.window));
   const auto checkpoint = Checkpoint::open(model, WeightType::bf16, WeightAccess::headers);
   const ModelSpec spec = find_family(*checkpoint).build(*checkpoint);
   constexpr double kBf16 = 2;

@@ -1,6 +1,5 @@
 #include "harness/dump_states.h"
 
-#include <numbers>
 
 namespace replayeval {
 namespace {
@@ -55,8 +54,7 @@ StateDump make_state_dump(const Model& model, const StateSet& states, const std:
         layer.b = columns(channels, shape->channels, value_width, group_width);
         layer.c = columns(channels, shape->channels, value_width + group_width, group_width);
         layer.dt = columns(scalars, shape->scalars, 0, shape->heads);
-        layer.decay_log2 = mamba->a;
-        for (float& a : layer.decay_log2) a *= std::numbers::log2e_v<float>;
+        layer.decay_log2 = mamba->decay_log2;
       } else if (const auto* gdn = std::get_if<GdnSpec>(&branch.mixer)) {
         layer.kind = "gdn";
         layer.groups = gdn->key_heads;

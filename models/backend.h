@@ -139,7 +139,6 @@ class Backend {
   /// The backend's copy of constants that stay where they are on the host as long as the backend
   /// lives. Null for an empty array.
   virtual const float* constant(const std::vector<float>& host) = 0;
-  virtual WeightView weight(const WeightView& host) = 0;
 
   // Products. With BF16 compute operands are rounded to BF16 where the library multiplies; sums are
   // FP32.

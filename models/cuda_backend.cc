@@ -70,6 +70,13 @@ auto library(const char* what, Work work) {
   }
 }
 
+void require_fast(KernelForm form) {
+  if (form == KernelForm::reference) {
+    throw std::invalid_argument(
+        "kernels: reference: the FP64 reference runs on the CPU; use device: cpu");
+  }
+}
+
 class CudaBackend;
 
 /// Keys and values contiguous a row: [positions, kv_heads, head_dim].
@@ -155,7 +162,6 @@ class CudaBackend : public Backend {
   const float* constant(const std::vector<float>& host) override {
     return host.empty() ? nullptr : constant(host.data(), host.size());
   }
-  WeightView weight(const WeightView& host) override { return weight(host, host.type); }
 
   void linear(const float* x, int64_t x_stride, const WeightView& w, const std::vector<float>& bias,
               float* y, std::span<const TokenRange> ranges, bool fp32_result) override {
@@ -281,13 +287,6 @@ class CudaBackend : public Backend {
     }
   };
 
-  static void require_fast(KernelForm form) {
-    if (form == KernelForm::reference) {
-      throw std::invalid_argument(
-          "kernels: reference: the FP64 reference runs on the CPU; use device: cpu");
-    }
-  }
-
   const float* constant(const float* host, size_t count) {
     auto [entry, added] = constants_.try_emplace(host);
     if (added) {
@@ -301,6 +300,8 @@ class CudaBackend : public Backend {
     }
     return reinterpret_cast<const float*>(entry->second.data());
   }
+
+  WeightView weight(const WeightView& host) { return weight(host, host.type); }
 
   /// The device's copy of a matrix in `type`, rows without gaps.
   WeightView weight(const WeightView& host, WeightType type) {
@@ -503,10 +504,7 @@ void CudaKvStore::append_host(int r, const float* k, const float* v, int64_t tok
 
 void CudaKvStore::attend(std::span<const AttentionQueries> queries, int heads, float scale,
                          KernelForm form) {
-  if (form == KernelForm::reference) {
-    throw std::invalid_argument(
-        "kernels: reference: the FP64 reference runs on the CPU; use device: cpu");
-  }
+  require_fast(form);
   const bool few = std::all_of(queries.begin(), queries.end(),
                                [](const AttentionQueries& q) { return q.tokens <= kFewTokens; });
   const bool fused = head_dim() <= kMaxAttentionDim && head_dim() % 8 == 0;

@@ -97,7 +97,6 @@ class HostBackend : public Backend {
   const float* constant(const std::vector<float>& host) override {
     return host.empty() ? nullptr : host.data();
   }
-  WeightView weight(const WeightView& host) override { return host; }
 
   void linear(const float* x, int64_t x_stride, const WeightView& w, const std::vector<float>& bias,
               float* y, std::span<const TokenRange> ranges, bool fp32_result) override {

@@ -14,7 +14,7 @@
 #include "harness/metrics.h"
 #include "models/state_precision.h"
 #include "models/state_store.h"
-#include "quant/cuda_support.h"
+#include "tests/gpu/gpu.h"
 #include "tests/support/case_file.h"
 
 namespace replayeval {
@@ -148,11 +148,7 @@ void check_curves(const std::string& text, const std::string& name,
 
 TEST_SUITE("gpu") {
   TEST_CASE("mini models on a GPU agree with the independent program") {
-    std::string reason;
-    if (!cuda_available(&reason)) {
-      std::fprintf(stderr, "SKIPPED: %s\n", reason.c_str());
-      return;
-    }
+    if (!test::gpu()) return;
     // The stated spreads hold what one seed does; another order of the dense sums is another draw,
     // so fast products are judged by the mean of three seeds.
     ModelOptions options;

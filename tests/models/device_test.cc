@@ -14,18 +14,11 @@
 #include "models/model.h"
 #include "models/state_precision.h"
 #include "models/state_store.h"
-#include "quant/cuda_support.h"
 #include "quant/format_file.h"
+#include "tests/gpu/gpu.h"
 
 namespace replayeval {
 namespace {
-
-bool gpu() {
-  std::string reason;
-  if (cuda_available(&reason)) return true;
-  std::fprintf(stderr, "SKIPPED: %s\n", reason.c_str());
-  return false;
-}
 
 std::unique_ptr<Model> open(const std::string& name, Device device,
                             DenseMode dense = DenseMode::invariant,
@@ -121,7 +114,7 @@ const std::vector<std::string> kStates = {
 TEST_SUITE("gpu") {
   TEST_CASE("a model on the GPU has the host's bits with dense: invariant") {
     for (const std::string& name : kStates) CHECK_NOTHROW(precision(name));
-    if (!gpu()) return;
+    if (!test::gpu()) return;
     for (const char* name : {"mini-mamba2", "mini-gdn"}) {
       for (ComputeType compute : {ComputeType::fp32, ComputeType::bf16}) {
         const auto host = open(name, Device::cpu, DenseMode::invariant, compute);
@@ -161,7 +154,7 @@ TEST_SUITE("gpu") {
   }
 
   TEST_CASE("fast products on the GPU: a row's logits depend on no other row") {
-    if (!gpu()) return;
+    if (!test::gpu()) return;
     for (const char* name : {"mini-mamba2", "mini-gdn"}) {
       for (ComputeType compute : {ComputeType::fp32, ComputeType::bf16}) {
         const auto model = open(name, Device::cuda, DenseMode::fast, compute);
@@ -191,7 +184,7 @@ TEST_SUITE("gpu") {
   }
 
   TEST_CASE("states saved on the GPU continue there and on the host with the same bits") {
-    if (!gpu()) return;
+    if (!test::gpu()) return;
     const auto host = open("mini-gdn", Device::cpu);
     const auto device = open("mini-gdn", Device::cuda);
     const std::vector<std::string> names = {"fp32", "nvfp4+sr", "fp16+sr/nvfp4", "scaled+sr"};
@@ -213,7 +206,7 @@ TEST_SUITE("gpu") {
   }
 
   TEST_CASE("a speculation on the GPU leaves the host's bits") {
-    if (!gpu()) return;
+    if (!test::gpu()) return;
     for (const char* name : {"mini-mamba2", "mini-gdn"}) {
       const auto host = open(name, Device::cpu);
       const auto device = open(name, Device::cuda);
