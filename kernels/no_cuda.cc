@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "kernels/attention_cuda.h"
+#include "kernels/attention_merge_cuda.h"
 #include "kernels/causal_conv_cuda.h"
 #include "kernels/decode_cuda.h"
 #include "kernels/dense_cuda.h"
@@ -113,6 +114,10 @@ void linear_cuda(const float*, int64_t, int64_t, const WeightView&, const float*
 }
 
 void attention_cuda(std::span<const AttentionRowCuda>, int, int, int, float, CudaStream) {
+  refuse();
+}
+void merge_attention_cuda(std::span<const AttentionPart>, int64_t, int, int, float*, int64_t,
+                          CudaStream) {
   refuse();
 }
 void append_kv_cuda(const float*, int64_t, const float*, int64_t, int64_t, int64_t, void*, void*,

@@ -3,17 +3,20 @@
 // otherwise products and attention keep the order of the host's kernels.
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <ATen/ops/_cudnn_attention_forward.h>
 #include <ATen/ops/_efficient_attention_forward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <stdexcept>
 #include <unordered_map>
 
 #include "kernels/attention_cuda.h"
+#include "kernels/attention_merge_cuda.h"
 #include "kernels/causal_conv_cuda.h"
 #include "kernels/dense_cuda.h"
 #include "kernels/elementwise_cuda.h"
@@ -27,6 +30,11 @@ namespace {
 
 /// Rows of at most so many tokens attend in one launch for all rows.
 constexpr int64_t kFewTokens = 8;
+/// The past goes to cuDNN in parts of so many positions times a power of two, whose plans are made
+/// once; from so many positions on, for queries of a multiple of kPartQueries.
+constexpr int64_t kPartPositions = 1024;
+constexpr int64_t kLeastPast = 4096;
+constexpr int64_t kPartQueries = 256;
 /// Caches grow by at least this share of their length.
 constexpr int64_t kGrowthParts = 4;
 constexpr int64_t kLeastPositions = 256;
@@ -110,11 +118,14 @@ class CudaKvStore : public KvStore {
     return static_cast<size_t>(width()) * (type() == KvType::fp32 ? 4 : 2);
   }
   void grow(Row& row, int64_t capacity);
-  void attend_flash(const Row& row, const AttentionQueries& q, int heads, float scale) const;
+  void attend_bf16(const Row& row, const AttentionQueries& q, int heads, float scale);
+  bool attend_past(const Row& row, const at::Tensor& query, int64_t past, float scale,
+                   std::vector<at::Tensor>& out, std::vector<at::Tensor>& lse);
   void attend_efficient(const Row& row, const AttentionQueries& q, int heads, float scale) const;
 
   CudaBackend& backend_;
   std::vector<Row> rows_;
+  bool cudnn_ = true;  // until it refuses these shapes
 };
 
 class CudaBackend : public Backend {
@@ -523,7 +534,7 @@ void CudaKvStore::attend(std::span<const AttentionQueries> queries, int heads, f
     for (const AttentionQueries& q : queries) {
       const Row& row = rows_[static_cast<size_t>(q.row)];
       if (type() == KvType::bf16) {
-        attend_flash(row, q, heads, scale);
+        attend_bf16(row, q, heads, scale);
       } else {
         attend_efficient(row, q, heads, scale);
       }
@@ -531,23 +542,75 @@ void CudaKvStore::attend(std::span<const AttentionQueries> queries, int heads, f
   });
 }
 
-// The library's causal mask is aligned to the end: query t of T sees S - T + t + 1 of S positions.
-void CudaKvStore::attend_flash(const Row& row, const AttentionQueries& q, int heads,
-                               float scale) const {
+// Attention to the first `past` positions, a multiple of kPartPositions, without mask: one part
+// each power of two. False, and nothing of it, where cuDNN does not serve this head or GPU.
+bool CudaKvStore::attend_past(const Row& row, const at::Tensor& query, int64_t past, float scale,
+                              std::vector<at::Tensor>& out, std::vector<at::Tensor>& lse) {
+  const int64_t dim = head_dim(), tokens = query.size(1);
+  const std::optional<at::Tensor> none;
+  const std::optional<double> factor = scale;
+  int64_t first = 0;
+  for (int64_t part = std::bit_floor(static_cast<uint64_t>(past)); first < past; part /= 2) {
+    if (past - first < part) continue;
+    const auto cache = [&](const Memory& memory) {
+      return view(memory.data() + static_cast<size_t>(first) * position_bytes(),
+                  {1, kv_heads(), part, dim}, {part * width(), dim, width(), 1}, at::kBFloat16);
+    };
+    try {
+      const auto result =
+          at::_cudnn_attention_forward(query.transpose(1, 2), cache(row.k), cache(row.v), none,
+                                       none, none, tokens, part, true, 0.0, false, false, factor);
+      out.push_back(std::get<0>(result).transpose(1, 2));
+      lse.push_back(std::get<1>(result));
+    } catch (const c10::OutOfMemoryError&) {
+      throw;
+    } catch (const c10::Error&) {
+      out.clear();
+      lse.clear();
+      return cudnn_ = false;
+    }
+    first += part;
+  }
+  return true;
+}
+
+// Flash attention's causal mask is aligned to the end: query t of T sees S - T + t + 1 of S
+// positions. On Hopper cuDNN takes half of its time but makes a plan for each shape, so that a long
+// past goes there in few sizes, and the parts are merged.
+void CudaKvStore::attend_bf16(const Row& row, const AttentionQueries& q, int heads, float scale) {
   const int64_t dim = head_dim(), length = q.position + q.tokens;
   at::Tensor query = at::empty({1, q.tokens, heads, dim}, device_options(at::kBFloat16));
   narrow_cuda(q.q, q.q_stride, q.tokens, heads * dim, WeightType::bf16, query.data_ptr());
+  std::vector<at::Tensor> out, lse;
+  int64_t past = 0;
+  if (cudnn_ && q.tokens % kPartQueries == 0 && q.position >= kLeastPast) {
+    past = q.position / kPartPositions * kPartPositions;
+    if (!attend_past(row, query, past, scale, out, lse)) past = 0;
+  }
+  const int64_t rest = length - past;
   const auto cache = [&](const Memory& memory) {
-    return view(memory.data(), {1, length, kv_heads(), dim}, {length * width(), width(), dim, 1},
-                at::kBFloat16);
+    return view(memory.data() + static_cast<size_t>(past) * position_bytes(),
+                {1, rest, kv_heads(), dim}, {rest * width(), width(), dim, 1}, at::kBFloat16);
   };
   const std::optional<at::Tensor> none;
   const std::optional<double> factor = scale;
-  const at::Tensor out = std::get<0>(at::_flash_attention_forward(
-      query, cache(row.k), cache(row.v), none, none, q.tokens, length, 0.0, true, false, factor));
-  view(q.out, {1, q.tokens, heads, dim}, {q.tokens * q.out_stride, q.out_stride, dim, 1},
-       at::kFloat)
-      .copy_(out);
+  const auto newest = at::_flash_attention_forward(query, cache(row.k), cache(row.v), none, none,
+                                                   q.tokens, rest, 0.0, true, false, factor);
+  if (past == 0) {
+    view(q.out, {1, q.tokens, heads, dim}, {q.tokens * q.out_stride, q.out_stride, dim, 1},
+         at::kFloat)
+        .copy_(std::get<0>(newest));
+    return;
+  }
+  out.push_back(std::get<0>(newest));
+  lse.push_back(std::get<1>(newest));
+  std::vector<AttentionPart> parts;
+  for (size_t i = 0; i < out.size(); ++i) {
+    lse[i] = lse[i].contiguous();
+    parts.push_back({out[i].data_ptr(), out[i].stride(1), out[i].stride(2),
+                     static_cast<const float*>(lse[i].data_ptr())});
+  }
+  merge_attention_cuda(parts, q.tokens, heads, static_cast<int>(dim), q.out, q.out_stride);
 }
 
 // The kernel knows no grouped queries: each KV head is one of the batch, with its queries as heads
