@@ -5,12 +5,14 @@
 #include "kernels/attention_merge_cuda.h"
 #include "kernels/causal_conv_cuda.h"
 #include "kernels/decode_cuda.h"
+#include "kernels/decode_inputs_cuda.h"
 #include "kernels/dense_cuda.h"
 #include "kernels/elementwise_cuda.h"
 #include "kernels/gdn_cuda.h"
 #include "kernels/gpu_timing.h"
 #include "kernels/kl_cuda.h"
 #include "kernels/mamba2_cuda.h"
+#include "kernels/paged_attention_cuda.h"
 
 namespace replayeval {
 namespace {
@@ -122,6 +124,31 @@ void merge_attention_cuda(std::span<const AttentionPart>, int64_t, int, int, flo
 }
 void append_kv_cuda(const float*, int64_t, const float*, int64_t, int64_t, int64_t, void*, void*,
                     KvType, CudaStream) {
+  refuse();
+}
+
+size_t paged_kv_bytes(const PagedKv&, int64_t) { refuse(); }
+void append_paged_cuda(const float*, int64_t, const float*, int64_t, int, const PagedKv&,
+                       const int64_t*, CudaStream) {
+  refuse();
+}
+void load_paged_cuda(const void*, const void*, int64_t, const PagedKv&, int, CudaStream) {
+  refuse();
+}
+size_t paged_attention_workspace(int, int, int64_t) { refuse(); }
+void paged_attention_cuda(const float*, int64_t, float*, int64_t, int, int, const PagedKv&,
+                          const int64_t*, int64_t, float, void*, CudaStream) {
+  refuse();
+}
+
+void conv_decode_cuda(const CausalConv&, const ConvDecodeStep&, CudaStream) { refuse(); }
+void rotary_decode_cuda(float*, int64_t, int, int, int, int, const float*, const float*,
+                        const int64_t*, WeightType, CudaStream) {
+  refuse();
+}
+void gdn_decay_cuda(const float*, const float*, int64_t, int, float*, CudaStream) { refuse(); }
+void widen_records_cuda(RecordType, const void*, int64_t, float*, CudaStream) { refuse(); }
+void choose_greedy_cuda(const float*, int64_t, int, int64_t, int32_t*, float*, CudaStream) {
   refuse();
 }
 

@@ -1,0 +1,63 @@
+// Attention of single tokens over a pool of pages on the device: lengths and page tables are read
+// there and every call takes the same pointers, so that a step can be captured in a graph. The
+// order of kernels/attention.h: bits depend on a query's absolute position alone and are those of
+// attention_cuda (a NaN is a NaN). Pointers are device memory, work is queued in `stream`; nothing
+// is allocated, uploaded or waited for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/attention.h"
+#include "quant/cuda_support.h"
+
+namespace replayeval {
+
+/// Keys and values of all rows of one layer. `k`, `v` [pages of the pool, kv_heads, page, row of
+/// head_dim elements of `type`, padded with anything to a multiple of 16 bytes], both on multiples
+/// of 16 bytes: paged_kv_bytes(kv, pages) bytes each. Position p of row r lies in page
+/// table[r * table_stride + p / page] of the pool; entries of positions that a row has not reached
+/// are never read. Layers of one shape may share a table, each with its own pool.
+struct PagedKv {
+  void* k = nullptr;
+  void* v = nullptr;
+  KvType type = KvType::fp32;
+  int kv_heads = 1;
+  int head_dim = 1;
+  int page = static_cast<int>(kKvPage);  // positions: a power of two, at least 64
+  const int32_t* table = nullptr;
+  int32_t table_stride = 0;  // pages a row
+};
+
+/// Bytes of `k`, and of `v`, for a pool of `pages` pages. Throws std::invalid_argument on a shape
+/// that the functions below refuse.
+size_t paged_kv_bytes(const PagedKv& kv, int64_t pages);
+
+/// Writes the key and value of one token of every row to its page: row r's at k + r * k_stride, v +
+/// r * v_stride, [kv_heads, head_dim] each, at position[r]; rows with position[r] < 0 are left
+/// alone. KvType::bf16 rounds to nearest even. Throws std::invalid_argument on a shape mismatch,
+/// std::runtime_error for errors of the device.
+void append_paged_cuda(const float* k, int64_t k_stride, const float* v, int64_t v_stride, int rows,
+                       const PagedKv& kv, const int64_t* position, CudaStream stream = nullptr);
+
+/// Copies the first `positions` keys and values of one row, k, v [positions, kv_heads, head_dim]
+/// contiguous with elements of kv.type (as append_kv_cuda writes them), into its pages: the
+/// hand-over from a prefill. Throws as append_paged_cuda.
+void load_paged_cuda(const void* k, const void* v, int64_t positions, const PagedKv& kv, int row,
+                     CudaStream stream = nullptr);
+
+/// Bytes that paged_attention_cuda needs beside its arrays, on a multiple of 16; layers in turn may
+/// share them.
+size_t paged_attention_workspace(int rows, int heads, int64_t most_positions);
+
+/// The query of row r, [heads, head_dim] at q + r * q_stride, attends to positions 0 ..
+/// position[r], which its pages already hold; out likewise and may be q. Rows with position[r] < 0
+/// are left alone. `most_positions` bounds position[r] + 1 and fixes the grid: a row beyond it gets
+/// NaN. Two launches. Throws std::invalid_argument unless head_dim is 1 to 256, heads a multiple of
+/// kv_heads, rows and most_positions at least 0; std::runtime_error for errors of the device.
+void paged_attention_cuda(const float* q, int64_t q_stride, float* out, int64_t out_stride,
+                          int rows, int heads, const PagedKv& kv, const int64_t* position,
+                          int64_t most_positions, float scale, void* workspace,
+                          CudaStream stream = nullptr);
+
+}  // namespace replayeval
