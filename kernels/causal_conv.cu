@@ -3,8 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/causal_conv.cuh"
 #include "kernels/causal_conv_cuda.h"
-#include "kernels/replay_cuda.cuh"
 
 namespace replayeval {
 namespace {
@@ -23,8 +23,7 @@ __global__ void __launch_bounds__(kThreads) convolve(CausalConv conv, const Caus
   const float* weight = conv.weight + int64_t{c} * taps;
   const float bias = conv.bias ? conv.bias[c] : 0.0f;
   const auto finish = [&](float sum, int t) {
-    if (conv.silu) sum = sum / (1.0f + exp2_ordered(sum * -1.4426950408889634f));
-    row.y[t * row.y_stride + c] = sum;
+    row.y[t * row.y_stride + c] = conv.silu ? conv_silu(sum) : sum;
   };
   const float* x = row.x + c;
   if constexpr (kTaps > 0) {

@@ -7,6 +7,7 @@
 
 #include "kernels/elementwise_cuda.h"
 #include "kernels/math_cuda.cuh"
+#include "kernels/rotary.cuh"
 #include "quant/cuda_check.cuh"
 
 namespace replayeval {
@@ -357,18 +358,7 @@ struct RotaryBody {
     float* low = x + token * stride + (row - token * heads) * head_dim + c;
     float* high = low + half;
     Quad a = load_quad(low, n, vector_low), b = load_quad(high, n, vector_high);
-    const Quad cosine = cos.load(token, c, n), sine = sin.load(token, c, n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x1 = a.v[i], x2 = b.v[i], cs = cosine.v[i], sn = sine.v[i];
-      if constexpr (Type == WeightType::fp32) {
-        a.v[i] = __fmaf_rn(x1, cs, 0.0F - x2 * sn);
-        b.v[i] = __fmaf_rn(x2, cs, x1 * sn);
-      } else {
-        a.v[i] = rounded<Type>(rounded<Type>(x1 * cs) - rounded<Type>(x2 * sn));
-        b.v[i] = rounded<Type>(rounded<Type>(x2 * cs) + rounded<Type>(x1 * sn));
-      }
-    }
+    rotate<Type>(&a, &b, cos.load(token, c, n), sin.load(token, c, n));
     store_quad(low, a, n, vector_low);
     store_quad(high, b, n, vector_high);
   }

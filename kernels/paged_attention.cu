@@ -1,0 +1,671 @@
+// Two launches. First the scores: a warp takes tiles of 32 positions of a row and KV head, a
+// position a lane, for all queries of that head. Then the weights and values: a warp walks over the
+// pages of a row and KV head in turn with 128 bytes of channels, which lie in its lanes' registers.
+// Warps fetch their pieces of K and V, 32 positions by 128 bytes, ahead and wait for nobody else.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "kernels/attention_cuda.h"
+#include "kernels/math_cuda.cuh"
+#include "kernels/paged_attention_cuda.h"
+#include "quant/cuda_check.cuh"
+
+namespace replayeval {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kPage = static_cast<int>(kKvPage);  // of the order of sums
+constexpr int kTile = 32;                         // positions
+constexpr int kPieceBytes = 128;                  // of a position
+constexpr int kKeyRow = kPieceBytes + 16;         // in shared memory: eight rows touch every bank
+constexpr int kKeyStages = 3;
+constexpr int kValueStages = 4;
+constexpr int kMostQueries = 8;  // of a KV head at once
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int element_bytes(KvType type) { return type == KvType::bf16 ? 2 : 4; }
+
+template <KvType Type>
+constexpr int kElement = Type == KvType::bf16 ? 2 : 4;
+template <KvType Type>
+constexpr int kPieceElements = kPieceBytes / kElement<Type>;
+
+/// PagedKv for a kernel.
+struct Pool {
+  char *k, *v;
+  const int32_t* table;
+  const int64_t* position;  // [rows]
+  int table_stride, page_shift, kv_heads, head_dim, row_bytes;
+
+  __device__ int64_t page_entry(int row, int64_t position) const {
+    return int64_t{row} * table_stride + (position >> page_shift);
+  }
+  /// Bytes from the start of k or v to a position of a KV head in page `page` of the pool.
+  __device__ int64_t offset(int32_t page, int kv_head, int64_t position) const {
+    const int64_t first = (int64_t{page} * kv_heads + kv_head) << page_shift;
+    return (first + (position & ((int64_t{1} << page_shift) - 1))) * row_bytes;
+  }
+};
+
+/// Queries, scores [rows, heads, `positions`] and outputs of one call.
+struct Call {
+  Pool pool;
+  const float* q;
+  float* out;
+  float* scores;
+  int64_t q_stride, out_stride, positions, most_positions;
+  int rows, heads, group;
+  float scale;
+};
+
+/// Pieces of a row and KV head on their way to shared memory: tiles first, first + step, ... and
+/// of each its pieces [begin, end) of 128 bytes a position.
+template <int kStages, int kRowBytes>
+struct Fetch {
+  const Pool& pool;
+  const char* data;
+  char* stages;
+  int row, kv_head, tile, step, tiles, begin, end, lane;
+  int64_t last;  // position that the row has reached
+  int piece = 0, slot = 0;
+  const char* from = nullptr;
+  int32_t page = 0;  // of `tile`
+
+  __device__ void start() {
+    piece = begin;
+    if (tile < tiles) page = pool.table[pool.page_entry(row, int64_t{tile} * kTile)];
+  }
+  __device__ char* stage(int index) const { return stages + index * kTile * kRowBytes; }
+  __device__ void next() {
+    if (tile < tiles) {
+      const int64_t first = int64_t{tile} * kTile;
+      if (piece == begin) {
+        from = data + pool.offset(page, kv_head, first);
+        if (tile + step < tiles)
+          page = pool.table[pool.page_entry(row, int64_t{tile + step} * kTile)];
+      }
+      const int chunk = lane % 8 * 16, at = piece * kPieceBytes + chunk;
+      if (at < pool.row_bytes) {
+        char* to = stage(slot) + chunk;
+#pragma unroll
+        for (int i = 0; i < kTile / 4; ++i) {
+          const int r = i * 4 + lane / 8;
+          if (first + r <= last)
+            copy_behind(to + r * kRowBytes, from + int64_t{r} * pool.row_bytes + at, 16);
+        }
+      }
+      if (++piece == end) {
+        piece = begin;
+        tile += step;
+      }
+    }
+    slot = slot + 1 == kStages ? 0 : slot + 1;
+    close_copies();
+  }
+};
+
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t pair) {
+  return __uint_as_float(pair & 0xFFFF0000u);
+}
+
+/// kQueries of a KV head (the last ones again where there are no more) against the tiles that are
+/// this warp's.
+template <KvType Type, int kQueries>
+__global__ void __launch_bounds__(kThreads, 3) score_tiles(const __grid_constant__ Call call) {
+  const Pool& pool = call.pool;
+  const int row = static_cast<int>(blockIdx.z);
+  const int64_t last = pool.position[row];
+  if (last < 0 || last >= call.most_positions) return;
+  const int tiles = static_cast<int>(last / kTile) + 1;
+  if (static_cast<int>(blockIdx.x) * kWarps >= tiles) return;
+  extern __shared__ float4 memory[];
+  float* queries = reinterpret_cast<float*>(memory);
+  constexpr int kUnit = 16 / kElement<Type>;
+  const int head_dim = pool.head_dim, query_floats = (head_dim + 7) / 8 * 8;
+  const int chunks = (call.group + kQueries - 1) / kQueries;
+  const int kv_head = static_cast<int>(blockIdx.y) / chunks;
+  const int first_query = static_cast<int>(blockIdx.y) % chunks * kQueries;
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+
+  const int first_tile = static_cast<int>(blockIdx.x) * kWarps + warp;
+  const int step = static_cast<int>(gridDim.x) * kWarps;
+  const int pieces = (pool.row_bytes + kPieceBytes - 1) / kPieceBytes;
+  char* stages = reinterpret_cast<char*>(queries + kQueries * query_floats) +
+                 warp * kKeyStages * kTile * kKeyRow;
+  Fetch<kKeyStages, kKeyRow> fetch{pool, pool.k, stages, row,    kv_head, first_tile,
+                                   step, tiles,  0,      pieces, lane,    last};
+  fetch.start();
+  for (int i = 0; i < kKeyStages - 1; ++i) fetch.next();
+
+  const float* q = call.q + row * call.q_stride + int64_t{kv_head} * call.group * head_dim;
+  for (int i = static_cast<int>(threadIdx.x); i < kQueries * query_floats; i += kThreads) {
+    const int query = min(first_query + i / query_floats, call.group - 1), d = i % query_floats;
+    queries[i] = d < head_dim ? q[query * head_dim + d] : 0.0F;
+  }
+  __syncthreads();
+
+  int slot = 0;
+  for (int tile = first_tile; tile < tiles; tile += step) {
+    float sums[kQueries] = {};
+    for (int piece = 0; piece < pieces; ++piece) {
+      wait_copies<kKeyStages - 2>();
+      __syncwarp();
+      const char* key = fetch.stage(slot) + lane * kKeyRow;
+      slot = slot + 1 == kKeyStages ? 0 : slot + 1;
+      fetch.next();
+      const float* own = queries + piece * kPieceElements<Type>;
+      const auto unit = [&](int c) {
+        const uint4 u = *reinterpret_cast<const uint4*>(key + c * kElement<Type>);
+        float k[kUnit];
+        if constexpr (Type == KvType::bf16) {
+          const uint32_t pairs[4] = {u.x, u.y, u.z, u.w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            k[2 * e] = low_bf16(pairs[e]);
+            k[2 * e + 1] = high_bf16(pairs[e]);
+          }
+        } else {
+          k[0] = __uint_as_float(u.x);
+          k[1] = __uint_as_float(u.y);
+          k[2] = __uint_as_float(u.z);
+          k[3] = __uint_as_float(u.w);
+        }
+#pragma unroll
+        for (int e = 0; e < kUnit; e += 4) {
+          Quad a[kQueries];
+#pragma unroll
+          for (int i = 0; i < kQueries; ++i)
+            a[i] = load_quad(own + i * query_floats + c + e, 4, true);
+#pragma unroll
+          for (int f = 0; f < 4; ++f) {
+#pragma unroll
+            for (int i = 0; i < kQueries; ++i) sums[i] = __fmaf_rn(a[i].v[f], k[e + f], sums[i]);
+          }
+        }
+      };
+      const int n = min(kPieceElements<Type>, head_dim - piece * kPieceElements<Type>);
+      if (n == kPieceElements<Type>) {
+#pragma unroll 4
+        for (int c = 0; c < kPieceElements<Type>; c += kUnit) unit(c);
+        continue;
+      }
+      int c = 0;
+      for (; c + kUnit <= n; c += kUnit) unit(c);
+      for (; c < n; ++c) {
+        float k;
+        if constexpr (Type == KvType::bf16) {
+          k = widen_code<WeightType::bf16>(reinterpret_cast<const uint16_t*>(key)[c]);
+        } else {
+          k = reinterpret_cast<const float*>(key)[c];
+        }
+#pragma unroll
+        for (int i = 0; i < kQueries; ++i)
+          sums[i] = __fmaf_rn(own[i * query_floats + c], k, sums[i]);
+      }
+    }
+    const int64_t position = int64_t{tile} * kTile + lane;
+    if (position > last) continue;
+    float* to =
+        call.scores +
+        (int64_t{row} * call.heads + int64_t{kv_head} * call.group + first_query) * call.positions +
+        position;
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      if (first_query + i < call.group) to[i * call.positions] = sums[i] * call.scale;
+    }
+  }
+  wait_copies<0>();
+}
+
+/// Weights of a position in shared memory, padded for loads of 16 bytes.
+template <int kQueries>
+constexpr int kWeightRow = kQueries <= 2   ? kQueries
+                           : kQueries <= 4 ? 4
+                                           : 8;
+
+/// Row, KV head, kQueries of it and 128 bytes of channels: a warp for each, neighbours in channels
+/// side by side.
+template <KvType Type, int kQueries>
+__global__ void __launch_bounds__(kThreads, 3) walk_pages(const __grid_constant__ Call call) {
+  constexpr int kOwn = 4 / kElement<Type>;  // channels of a lane
+  constexpr int kRow = kWeightRow<kQueries>;
+  const Pool& pool = call.pool;
+  const int head_dim = pool.head_dim, group = call.group;
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+  const int pieces = (pool.row_bytes + kPieceBytes - 1) / kPieceBytes;
+  const int chunks = (group + kQueries - 1) / kQueries;
+  int64_t unit = int64_t{blockIdx.x} * kWarps + warp;
+  const int piece = static_cast<int>(unit % pieces);
+  unit /= pieces;
+  const int first_query = static_cast<int>(unit % chunks) * kQueries;
+  unit /= chunks;
+  const int kv_head = static_cast<int>(unit % pool.kv_heads);
+  if (unit / pool.kv_heads >= call.rows) return;
+  const int row = static_cast<int>(unit / pool.kv_heads);
+  const int64_t last = pool.position[row];
+  if (last < 0) return;
+
+  const int channel = piece * kPieceElements<Type> + lane * kOwn;
+  const int64_t first_head = int64_t{kv_head} * group + first_query;
+  const auto write = [&](int query, int c, float value) {
+    if (first_query + query < group && channel + c < head_dim)
+      call.out[row * call.out_stride + (first_head + query) * head_dim + channel + c] = value;
+  };
+  if (last >= call.most_positions) {
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) write(i, c, NAN);
+    }
+    return;
+  }
+
+  extern __shared__ float4 memory[];
+  constexpr int kWarpBytes = kValueStages * kTile * kPieceBytes + kPage * kRow * 4;
+  char* stages = reinterpret_cast<char*>(memory) + warp * kWarpBytes;
+  float* weights = reinterpret_cast<float*>(stages + kValueStages * kTile * kPieceBytes);
+  const int tiles = static_cast<int>(last / kTile) + 1;
+  Fetch<kValueStages, kPieceBytes> fetch{pool, pool.v, stages, row,       kv_head, 0,
+                                         1,    tiles,  piece,  piece + 1, lane,    last};
+  fetch.start();
+  for (int i = 0; i < kValueStages - 1; ++i) fetch.next();
+
+  const float* scores = call.scores + (int64_t{row} * call.heads + first_head) * call.positions;
+  float next[kQueries][2];
+  const auto fetch_scores = [&](int64_t first) {
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int64_t position = first + 32 * h + lane;
+        next[i][h] = position <= last && first_query + i < group
+                         ? scores[i * call.positions + position]
+                         : -INFINITY;
+      }
+    }
+  };
+  fetch_scores(0);
+  float maximum[kQueries], total[kQueries], sums[kQueries][kOwn];  // total: of lane % 16
+#pragma unroll
+  for (int i = 0; i < kQueries; ++i) {
+    maximum[i] = -INFINITY;
+    total[i] = 0;
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c) sums[i][c] = 0;
+  }
+
+  int slot = 0;
+  for (int tile = 0; tile < tiles; ++tile) {
+    if (tile % 2 == 0) {
+      float weight[kRow][2] = {};
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+        const float s[2] = {next[i][0], next[i][1]};
+        float largest = s[0] > -INFINITY ? s[0] : -INFINITY;
+        largest = s[1] > largest ? s[1] : largest;
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+          const float other = __shfl_xor_sync(0xFFFFFFFFu, largest, distance);
+          largest = other > largest ? other : largest;
+        }
+        const float old = maximum[i];
+        maximum[i] = largest > old ? largest : old;
+        // Without a finite score so far, subtracting 0 keeps the weights at 0.
+        const float subtract = maximum[i] == -INFINITY ? 0.0F : maximum[i];
+        const float low = exp_ordered(s[0] - subtract), high = exp_ordered(s[1] - subtract);
+        const float factor = exp_ordered(old - subtract);
+        const float added = (low + __shfl_xor_sync(0xFFFFFFFFu, low, 16)) +
+                            (high + __shfl_xor_sync(0xFFFFFFFFu, high, 16));
+        total[i] = __fmaf_rn(total[i], factor, added);
+#pragma unroll
+        for (int c = 0; c < kOwn; ++c) sums[i][c] *= factor;
+        weight[i][0] = low;
+        weight[i][1] = high;
+      }
+      __syncwarp();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float* to = weights + (32 * h + lane) * kRow;
+        if constexpr (kRow >= 4) {
+#pragma unroll
+          for (int i = 0; i < kRow; i += 4) {
+            store_quad(to + i,
+                       Quad{{weight[i][h], weight[i + 1][h], weight[i + 2][h], weight[i + 3][h]}},
+                       4, true);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRow; ++i) to[i] = weight[i][h];
+        }
+      }
+      if (tile + 2 < tiles) fetch_scores(int64_t{tile + 2} * kTile);
+    }
+    wait_copies<kValueStages - 2>();
+    __syncwarp();
+    const char* values = fetch.stage(slot) + lane * 4;
+    slot = slot + 1 == kValueStages ? 0 : slot + 1;
+    fetch.next();
+    const float* own = weights + tile % 2 * kTile * kRow;
+    const auto add = [&](int j) {
+      const uint32_t bits = *reinterpret_cast<const uint32_t*>(values + j * kPieceBytes);
+      float v[kOwn];
+      if constexpr (Type == KvType::bf16) {
+        v[0] = low_bf16(bits);
+        v[1] = high_bf16(bits);
+      } else {
+        v[0] = __uint_as_float(bits);
+      }
+      float w[kQueries];
+#pragma unroll
+      for (int i = 0; i < kQueries; i += 4) {
+        if (i + 2 < kQueries) {
+          const Quad quad = load_quad(own + j * kRow + i, 4, true);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (i + e < kQueries) w[i + e] = quad.v[e];
+          }
+        } else {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            if (i + e < kQueries) w[i + e] = own[j * kRow + i + e];
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+#pragma unroll
+        for (int c = 0; c < kOwn; ++c) sums[i][c] = __fmaf_rn(w[i], v[c], sums[i][c]);
+      }
+    };
+    // Values that the query does not see are never multiplied by anything: they may hold NaN.
+    const int64_t seen = last + 1 - int64_t{tile} * kTile;
+    if (seen >= kTile) {
+#pragma unroll 8
+      for (int j = 0; j < kTile; ++j) add(j);
+    } else {
+      for (int j = 0; j < static_cast<int>(seen); ++j) add(j);
+    }
+  }
+  wait_copies<0>();
+#pragma unroll
+  for (int i = 0; i < kQueries; ++i) {
+    const float divisor = sum_over_sixteen(total[i], 0xFFFFFFFFu);
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c) write(i, c, sums[i][c] / divisor);
+  }
+}
+
+// ---------------------------------------------------------------- pages
+
+/// k, then v (blockIdx.z); four channels a thread.
+__global__ void __launch_bounds__(kThreads)
+    append_tokens(const float* k, int64_t k_stride, const float* v, int64_t v_stride, Pool pool,
+                  KvType type, bool vector) {
+  const int row = static_cast<int>(blockIdx.y);
+  const int64_t position = pool.position[row];
+  if (position < 0) return;
+  const int head_quads = (pool.head_dim + 3) / 4;
+  const int index = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  const int kv_head = index / head_quads, c = index % head_quads * 4;
+  if (kv_head >= pool.kv_heads) return;
+  const float* from =
+      (blockIdx.z == 0 ? k + row * k_stride : v + row * v_stride) + kv_head * pool.head_dim + c;
+  const int n = min(4, pool.head_dim - c);
+  const Quad value = load_quad(from, n, vector);
+  char* to = (blockIdx.z == 0 ? pool.k : pool.v) +
+             pool.offset(pool.table[pool.page_entry(row, position)], kv_head, position);
+  if (type == KvType::fp32) {
+    store_quad(reinterpret_cast<float*>(to) + c, value, n, true);
+  } else {
+    store_quad<WeightType::bf16>(reinterpret_cast<uint16_t*>(to) + c, value, n, true);
+  }
+}
+
+/// head_units units a position and KV head; k, then v (blockIdx.y).
+template <class Unit>
+__global__ void __launch_bounds__(kThreads)
+    load_positions(const Unit* k, const Unit* v, int64_t positions, int head_units, Pool pool,
+                   int row) {
+  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t head = index / head_units;  // of a position
+  const int64_t position = head / pool.kv_heads;
+  if (position >= positions) return;
+  const int kv_head = static_cast<int>(head % pool.kv_heads);
+  char* to = (blockIdx.y == 0 ? pool.k : pool.v) +
+             pool.offset(pool.table[pool.page_entry(row, position)], kv_head, position);
+  reinterpret_cast<Unit*>(to)[index % head_units] = (blockIdx.y == 0 ? k : v)[index];
+}
+
+// ---------------------------------------------------------------- launches
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw std::invalid_argument("paged attention: " + message);
+}
+
+int row_bytes(const PagedKv& kv) {
+  return static_cast<int>(ceil_div(int64_t{kv.head_dim} * element_bytes(kv.type), 16) * 16);
+}
+
+void check_shape(const PagedKv& kv) {
+  if (kv.kv_heads < 1 || kv.kv_heads > 8191 || kv.head_dim < 1 || kv.head_dim > kMaxAttentionDim) {
+    refuse(std::to_string(kv.kv_heads) + " KV heads of " + std::to_string(kv.head_dim) +
+           ", expected 1 to 8191 of 1 to " + std::to_string(kMaxAttentionDim));
+  }
+  if (kv.page < kPage || (kv.page & (kv.page - 1)) != 0) {
+    refuse("a page of " + std::to_string(kv.page) + " positions, expected a power of two of " +
+           std::to_string(kPage) + " or more");
+  }
+}
+
+Pool pool_of(const PagedKv& kv, const int64_t* position, int rows) {
+  check_shape(kv);
+  if (rows < 0 || rows > 65535) refuse(std::to_string(rows) + " rows, expected 0 to 65535");
+  if (kv.k == nullptr || kv.v == nullptr || kv.table == nullptr)
+    refuse("k, v or table is null, expected arrays");
+  if ((reinterpret_cast<uintptr_t>(kv.k) | reinterpret_cast<uintptr_t>(kv.v)) % 16 != 0)
+    refuse("k or v is not on a multiple of 16 bytes");
+  if (kv.table_stride < 1)
+    refuse("table_stride is " + std::to_string(kv.table_stride) + ", expected at least 1");
+  int shift = 0;
+  while (1 << shift < kv.page) ++shift;
+  return {static_cast<char*>(kv.k),
+          static_cast<char*>(kv.v),
+          kv.table,
+          position,
+          kv.table_stride,
+          shift,
+          kv.kv_heads,
+          kv.head_dim,
+          row_bytes(kv)};
+}
+
+/// body(integral_constant<n>) for n = 1 .. 8.
+template <class Body>
+void with_queries(int n, Body body) {
+  static_assert(kMostQueries == 8);
+  switch (n) {
+    case 1:
+      return body(std::integral_constant<int, 1>());
+    case 2:
+      return body(std::integral_constant<int, 2>());
+    case 3:
+      return body(std::integral_constant<int, 3>());
+    case 4:
+      return body(std::integral_constant<int, 4>());
+    case 5:
+      return body(std::integral_constant<int, 5>());
+    case 6:
+      return body(std::integral_constant<int, 6>());
+    case 7:
+      return body(std::integral_constant<int, 7>());
+    default:
+      return body(std::integral_constant<int, 8>());
+  }
+}
+
+template <class Kernel>
+void allow_shared(Kernel kernel, size_t bytes) {
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(bytes)));
+}
+
+template <KvType Type>
+void launch(const Call& call, int multiprocessors, cudaStream_t stream) {
+  const Pool& pool = call.pool;
+  const int64_t heads = int64_t{call.rows} * pool.kv_heads;
+  const int64_t least_chunks = ceil_div(call.group, kMostQueries);
+  with_queries(static_cast<int>(ceil_div(call.group, least_chunks)), [&](auto queries) {
+    constexpr int kQueries = queries();
+    const int64_t chunks = ceil_div(call.group, kQueries);
+    // Enough warps to hide what they wait for, and no more: most leave at once in short rows.
+    const int64_t blocks =
+        std::clamp<int64_t>(ceil_div(int64_t{32} * multiprocessors, heads * chunks), 1,
+                            ceil_div(call.most_positions, kTile * kWarps));
+    const size_t shared = static_cast<size_t>(kQueries * ((pool.head_dim + 7) / 8 * 8) * 4 +
+                                              kWarps * kKeyStages * kTile * kKeyRow);
+    const auto kernel = score_tiles<Type, kQueries>;
+    allow_shared(kernel, shared);
+    kernel<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(pool.kv_heads * chunks),
+                  static_cast<unsigned>(call.rows)),
+             kThreads, shared, stream>>>(call);
+    CUDA_CHECK(cudaGetLastError());
+  });
+  // Few rows: fewer queries a warp, so that more of them share the walk.
+  const int64_t pieces = ceil_div(pool.row_bytes, kPieceBytes);
+  int64_t chunks = least_chunks;
+  while (chunks < call.group && heads * pieces * chunks < int64_t{4} * multiprocessors)
+    chunks = std::min<int64_t>(2 * chunks, call.group);
+  with_queries(static_cast<int>(ceil_div(call.group, chunks)), [&](auto queries) {
+    constexpr int kQueries = queries();
+    const int64_t warps = heads * pieces * ceil_div(call.group, kQueries);
+    constexpr size_t kShared =
+        size_t{kWarps} * (kValueStages * kTile * kPieceBytes + kPage * kWeightRow<kQueries> * 4);
+    const auto kernel = walk_pages<Type, kQueries>;
+    allow_shared(kernel, kShared);
+    kernel<<<static_cast<unsigned>(ceil_div(warps, kWarps)), kThreads, kShared, stream>>>(call);
+    CUDA_CHECK(cudaGetLastError());
+  });
+}
+
+int64_t padded_positions(int64_t most_positions) { return ceil_div(most_positions, kPage) * kPage; }
+
+}  // namespace
+
+size_t paged_kv_bytes(const PagedKv& kv, int64_t pages) {
+  check_shape(kv);
+  if (pages < 0) refuse(std::to_string(pages) + " pages, expected 0 or more");
+  return static_cast<size_t>(pages) * static_cast<size_t>(kv.kv_heads) *
+         static_cast<size_t>(kv.page) * static_cast<size_t>(row_bytes(kv));
+}
+
+void append_paged_cuda(const float* k, int64_t k_stride, const float* v, int64_t v_stride, int rows,
+                       const PagedKv& kv, const int64_t* position, CudaStream stream) {
+  const Pool pool = pool_of(kv, position, rows);
+  const int64_t width = int64_t{kv.kv_heads} * kv.head_dim;
+  if (rows == 0) return;
+  if (k == nullptr || v == nullptr || position == nullptr)
+    refuse("keys, values or positions are null, expected arrays");
+  if (rows > 1 && std::min(k_stride, v_stride) < width) {
+    refuse("strides " + std::to_string(k_stride) + " and " + std::to_string(v_stride) +
+           " of keys and values, expected at least " + std::to_string(width));
+  }
+  const bool vector = (reinterpret_cast<uintptr_t>(k) | reinterpret_cast<uintptr_t>(v)) % 16 == 0 &&
+                      (k_stride | v_stride | kv.head_dim) % 4 == 0;
+  const int64_t blocks = ceil_div(kv.kv_heads * ceil_div(kv.head_dim, 4), kThreads);
+  append_tokens<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(rows), 2), kThreads, 0,
+                  stream>>>(k, k_stride, v, v_stride, pool, kv.type, vector);
+  CUDA_CHECK(cudaGetLastError());
+}
+
+void load_paged_cuda(const void* k, const void* v, int64_t positions, const PagedKv& kv, int row,
+                     CudaStream stream) {
+  const Pool pool = pool_of(kv, nullptr, 1);
+  if (row < 0 || positions < 0 || positions > int64_t{kv.table_stride} * kv.page) {
+    refuse(std::to_string(positions) + " positions into row " + std::to_string(row) +
+           ", expected a row of 0 or more and at most the " +
+           std::to_string(int64_t{kv.table_stride} * kv.page) + " positions of its table");
+  }
+  if (positions == 0) return;
+  if (k == nullptr || v == nullptr) refuse("keys or values are null, expected arrays");
+  const int64_t bytes = int64_t{kv.head_dim} * element_bytes(kv.type);
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(k) | reinterpret_cast<uintptr_t>(v);
+  const auto run = [&](auto unit) {
+    using Unit = decltype(unit);
+    const int head_units = static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit)));
+    const int64_t blocks = ceil_div(positions * kv.kv_heads * head_units, kThreads);
+    if (blocks > INT32_MAX) refuse("more than 2^31 blocks of keys, load fewer positions");
+    load_positions<<<dim3(static_cast<unsigned>(blocks), 2), kThreads, 0, stream>>>(
+        static_cast<const Unit*>(k), static_cast<const Unit*>(v), positions, head_units, pool, row);
+    CUDA_CHECK(cudaGetLastError());
+  };
+  if (bytes % 16 == 0 && addresses % 16 == 0) {
+    run(uint4());
+  } else if (kv.type == KvType::bf16) {
+    run(uint16_t());
+  } else {
+    run(uint32_t());
+  }
+}
+
+size_t paged_attention_workspace(int rows, int heads, int64_t most_positions) {
+  if (rows < 0 || heads < 1 || most_positions < 0) {
+    refuse(std::to_string(rows) + " rows of " + std::to_string(heads) + " heads and " +
+           std::to_string(most_positions) + " positions, expected sizes of 0 or more");
+  }
+  return static_cast<size_t>(rows) * static_cast<size_t>(heads) *
+         static_cast<size_t>(padded_positions(most_positions)) * sizeof(float);
+}
+
+void paged_attention_cuda(const float* q, int64_t q_stride, float* out, int64_t out_stride,
+                          int rows, int heads, const PagedKv& kv, const int64_t* position,
+                          int64_t most_positions, float scale, void* workspace, CudaStream stream) {
+  const Pool pool = pool_of(kv, position, rows);
+  if (heads < 1 || heads % kv.kv_heads != 0) {
+    refuse(std::to_string(heads) + " heads, expected a multiple of " + std::to_string(kv.kv_heads) +
+           " KV heads");
+  }
+  const int64_t group = heads / kv.kv_heads;
+  if (kv.kv_heads * ceil_div(group, kMostQueries) > 65535)
+    refuse(std::to_string(heads) + " heads, expected fewer");
+  if (most_positions < 0 || most_positions > int64_t{kv.table_stride} * kv.page ||
+      most_positions > INT32_MAX - kPage) {
+    refuse("most_positions is " + std::to_string(most_positions) + ", expected 0 to the " +
+           std::to_string(int64_t{kv.table_stride} * kv.page) + " of the table, below 2^31 - 64");
+  }
+  if (rows == 0) return;
+  if (q == nullptr || out == nullptr || position == nullptr)
+    refuse("q, out or positions are null, expected arrays");
+  if (workspace == nullptr && most_positions > 0)
+    refuse("workspace is null, expected paged_attention_workspace bytes");
+  const int64_t width = int64_t{heads} * kv.head_dim;
+  if (rows > 1 && std::min(q_stride, out_stride) < width) {
+    refuse("strides " + std::to_string(q_stride) + " and " + std::to_string(out_stride) +
+           ", expected at least " + std::to_string(width));
+  }
+  int device = 0, multiprocessors = 1;
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const Call call{pool,
+                  q,
+                  out,
+                  static_cast<float*>(workspace),
+                  q_stride,
+                  out_stride,
+                  padded_positions(most_positions),
+                  most_positions,
+                  rows,
+                  heads,
+                  static_cast<int>(group),
+                  scale};
+  if (kv.type == KvType::bf16) {
+    launch<KvType::bf16>(call, multiprocessors, stream);
+  } else {
+    launch<KvType::fp32>(call, multiprocessors, stream);
+  }
+}
+
+}  // namespace replayeval
