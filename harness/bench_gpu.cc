@@ -6,6 +6,7 @@
 
 #include "kernels/gpu_timing.h"
 #include "models/state_precision.h"
+#include "quant/format_file.h"
 
 namespace replayeval {
 namespace {
@@ -35,6 +36,42 @@ Workload workload_of(const Shape& shape) {
   w.gdn.value_dim = shape.head_dim;
   w.gdn.key_dim = shape.state_dim;
   return w;
+}
+
+/// Microseconds: encoding and decoding a head, a token of a chunk, a decode step of a row.
+struct FormatTimes {
+  static constexpr const char* kNames[] = {"encode rtn", "encode sr", "decode",
+                                           "chunk L=16", "chunk L=1", "step"};
+  static constexpr int kCount = 6;
+  double us[kCount] = {};
+};
+
+FormatTimes time_format(const Shape& shape, const std::shared_ptr<const StateFormat>& format) {
+  constexpr int kHeads = 32768, kRows = 128;
+  const StateShape head{shape.head_dim, shape.state_dim};
+  FormatTimes t;
+  const CodecTiming nearest = time_codec({format, Rounding::nearest_even}, head, kHeads),
+                    stochastic = time_codec({format, Rounding::stochastic}, head, kHeads);
+  t.us[0] = 1e6 * nearest.encode / kHeads;
+  t.us[1] = 1e6 * stochastic.encode / kHeads;
+  t.us[2] = 1e6 * nearest.decode / kHeads;
+  auto chunk = workload_of<ChunkWorkload>(shape);
+  for (const int window : {16, 1}) {
+    HeadPlan plan;
+    plan.recurrence = {format, Rounding::stochastic};
+    plan.window = window;
+    plan.seed = 1;
+    chunk.plans = {plan};
+    t.us[window == 16 ? 3 : 4] = 1e6 * time_chunk(chunk) / chunk.tokens;
+  }
+  auto decode = workload_of<DecodeWorkload>(shape);
+  decode.plan.recurrence = {find_format("fp16"), Rounding::stochastic};
+  decode.plan.read = StateCodec{format, Rounding::nearest_even};
+  decode.plan.seed = 1;
+  decode.rows = kRows;
+  decode.only_reads = true;
+  t.us[5] = 1e6 * time_decode(decode).seconds / kRows;
+  return t;
 }
 
 }  // namespace
@@ -131,12 +168,15 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
 int run_gpu_bench(const std::string& what, const GpuBenchOptions& options, std::FILE* out) {
   check_options(options);
   if (what == "decode") return run_gpu_decode_bench(options, out);
+  if (what == "formats") return run_gpu_format_bench(options, out);
   if (what == "kernels" || what == "kl" || what == "all") {
-    const int result = run_gpu_kernel_bench(out);
+    int result = run_gpu_kernel_bench(out);
+    if (what != "kl") result = std::max(result, run_gpu_format_bench(options, out));
     return what == "all" ? std::max(result, run_gpu_decode_bench(options, out)) : result;
   }
   throw std::invalid_argument(
-      "bench: with --device cuda expected decode, kernels, kl, job or all, got '" + what + "'");
+      "bench: with --device cuda expected decode, formats, kernels, kl, job or all, got '" + what +
+      "'");
 }
 
 int run_gpu_kernel_bench(std::FILE* out) {
@@ -171,6 +211,77 @@ int run_gpu_kernel_bench(std::FILE* out) {
         out, "kl, vocabulary %lld, 8 candidates: %.2f us a position, %.2f TB/s, %.0f%% of read\n",
         static_cast<long long>(vocabulary), 1e6 * seconds / static_cast<double>(positions),
         1e-12 * bytes / seconds, 100 * bytes / seconds / rates.read);
+  }
+  return 0;
+}
+
+const std::vector<FormatTwin>& format_twins() {
+  // Every kind of element that the kernels tell apart.
+  static const std::vector<FormatTwin> twins = {
+      {"nvfp4", "e2m1", "e2m1", true},
+      {"nvfp4", "e1m2", "{exponent: 1, mantissa: 2}"},
+      {"nvfp4", "int4", "int4"},
+      {"nvfp4", "e3m0", "{exponent: 3, mantissa: 0}"},
+      {"nvfp4", "15 values",
+       "{values: [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]}"},
+      {"fp8", "e4m3", "e4m3", true},
+      {"fp8", "e3m4", "{exponent: 3, mantissa: 4}"},
+      {"fp8", "int8", "int8"},
+      {"fp8", "-128 to 127", "{integer: {from: -128, to: 127}}"},
+      {"fp16", "fp16", "fp16", true},
+      {"fp16", "e6m9", "{exponent: 6, mantissa: 9}"},
+  };
+  return twins;
+}
+
+std::shared_ptr<const StateFormat> twin_format(const FormatTwin& twin) {
+  const std::string scales = twin.builtin == "nvfp4"
+                                 ? "scale: {format: e4m3, block: 16}\nouter: {span: head}\n"
+                             : twin.builtin == "fp8" ? "outer: {span: row}\n"
+                                                     : "";
+  return parse_format("element: " + twin.element + "\n" + scales, "bench: " + twin.name, ".",
+                      twin.name);
+}
+
+int run_gpu_format_bench(const GpuBenchOptions& options, std::FILE* out) {
+  std::string reason;
+  if (!cuda_available(&reason)) throw std::runtime_error("bench: " + reason);
+  std::fprintf(out,
+               "Formats from files beside the built-in ones of equal width: microseconds a head, a "
+               "token (one layer, SR) and a non-flush step of a row that reads the format; behind "
+               "each how many times the built-in one's. An aim of 1.5 x at most.\n");
+  const auto print = [&](const char* shape, const char* name, const FormatTimes& t,
+                         const FormatTimes* beside) {
+    std::fprintf(out, "%-12s %-24s", shape, name);
+    for (int i = 0; i < FormatTimes::kCount; ++i) {
+      std::fprintf(out, " %8.4f", t.us[i]);
+      if (beside) {
+        const double ratio = t.us[i] / beside->us[i];
+        std::fprintf(out, " %5.2fx%s", ratio, ratio > 1.5 ? "!" : " ");
+      } else {
+        std::fprintf(out, "        ");
+      }
+    }
+    std::fprintf(out, "\n");
+    std::fflush(out);
+  };
+  std::fprintf(out, "%-12s %-24s", "shape", "format");
+  for (const char* name : FormatTimes::kNames) std::fprintf(out, " %8s        ", name);
+  std::fprintf(out, "\n");
+  const std::vector<std::string> wanted = decode_shapes(options);
+  for (const Shape& shape : kShapes) {
+    if (std::find(wanted.begin(), wanted.end(), shape.name) == wanted.end()) continue;
+    std::string builtin;
+    FormatTimes beside;
+    for (const FormatTwin& twin : format_twins()) {
+      if (builtin != twin.builtin) {
+        builtin = twin.builtin;
+        beside = time_format(shape, find_format(builtin));
+        print(shape.name, builtin.c_str(), beside, nullptr);
+      }
+      print(shape.name, ("  " + twin.name + (twin.same ? " (same)" : "")).c_str(),
+            time_format(shape, twin_format(twin)), &beside);
+    }
   }
   return 0;
 }

@@ -4,10 +4,12 @@
 #pragma once
 
 #include <cstdio>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "kernels/gpu_timing.h"
+#include "quant/state_format.h"
 
 namespace replayeval {
 
@@ -39,7 +41,21 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out);
 /// job, together and each alone, and of the metrics over a vocabulary.
 int run_gpu_kernel_bench(std::FILE* out);
 
-/// `bench WHAT --device cuda`: decode, kernels, kl (which is part of kernels) or all.
+/// A format as a file would give it, beside the built-in one of equal width and equal scales.
+struct FormatTwin {
+  std::string builtin;
+  std::string name;
+  std::string element;  // of the file
+  bool same = false;    // as the built-in one's
+};
+const std::vector<FormatTwin>& format_twins();
+std::shared_ptr<const StateFormat> twin_format(const FormatTwin& twin);
+
+/// Prints times of formats from files beside those of the built-in ones: encoding and decoding
+/// alone, a chunk through one layer, a decode step that reads them. Returns 0.
+int run_gpu_format_bench(const GpuBenchOptions& options, std::FILE* out);
+
+/// `bench WHAT --device cuda`: decode, kernels, kl and formats (which are parts of kernels) or all.
 int run_gpu_bench(const std::string& what, const GpuBenchOptions& options, std::FILE* out);
 
 }  // namespace replayeval

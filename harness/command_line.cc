@@ -410,7 +410,7 @@ int parse_and_run(int argc, const char* const* argv) {
       app.add_subcommand("bench", "rates of the kernels, and where a run's time goes");
   bench_app->add_option("what", bench_options.what,
                         "all (unless given) | formats | kernels | job | growth; with --device "
-                        "cuda all | decode | kernels | kl | job; with --model decode");
+                        "cuda all | decode | formats | kernels | kl | job; with --model decode");
   GpuBenchOptions gpu_options;
   std::string bench_device = "cpu";
   bench_app->add_option("--device", bench_device, "cpu unless given, or cuda")

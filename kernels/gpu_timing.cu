@@ -466,6 +466,32 @@ double time_chunk(const ChunkWorkload& w) {
   return best;
 }
 
+CodecTiming time_codec(const StateCodec& codec, StateShape shape, int heads, int repeats) {
+  const size_t count = static_cast<size_t>(heads),
+               stride = (packed_bytes(*codec.format, shape) + 15) / 16 * 16;
+  DeviceArray<float> state(count * static_cast<size_t>(shape.elements()));
+  DeviceArray<std::byte> packed(count * stride);
+  fill_normal<<<4096, 256>>>(state.data(), static_cast<int64_t>(state.size()), 17, 1.0f);
+  CUDA_CHECK(cudaGetLastError());
+  std::vector<RandomKey> keys(count);
+  for (size_t h = 0; h < count; ++h) keys[h].head = static_cast<uint32_t>(h);
+  CudaTimer timer;
+  CodecTiming best;
+  for (int i = 0; i <= repeats; ++i) {
+    timer.start();
+    encode_heads_cuda(codec, shape, keys, state.data(), nullptr, packed.data(), stride, nullptr, 0,
+                      nullptr);
+    const double encode = timer.stop();
+    timer.start();
+    decode_heads_cuda(*codec.format, shape, heads, packed.data(), stride, state.data());
+    const double decode = timer.stop();
+    if (i == 0) continue;  // starts the kernels
+    best.encode = i == 1 ? encode : std::min(best.encode, encode);
+    best.decode = i == 1 ? decode : std::min(best.decode, decode);
+  }
+  return best;
+}
+
 double time_kl(int64_t positions, int candidates, int64_t vocabulary, int repeats) {
   const size_t count = static_cast<size_t>(positions * vocabulary);
   DeviceArray<float> reference(count), candidate(count * candidates);

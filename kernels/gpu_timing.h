@@ -52,6 +52,14 @@ struct ChunkWorkload {
 /// Seconds of a call. Throws as the advance functions do.
 double time_chunk(const ChunkWorkload& workload);
 
+/// Seconds of encoding and of decoding `heads` heads of random numbers, the fastest of `repeats`.
+struct CodecTiming {
+  double encode = 0;
+  double decode = 0;
+};
+/// Throws std::invalid_argument as encode_heads_cuda does.
+CodecTiming time_codec(const StateCodec& codec, StateShape shape, int heads, int repeats = 5);
+
 /// Seconds of kl_add_cuda over `positions` positions of `candidates` candidates.
 double time_kl(int64_t positions, int candidates, int64_t vocabulary, int repeats = 5);
 

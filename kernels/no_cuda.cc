@@ -155,6 +155,7 @@ void choose_greedy_cuda(const float*, int64_t, int, int64_t, int32_t*, float*, C
 DeviceRates measure_device_rates(size_t) { refuse(); }
 DecodeTiming time_decode(const DecodeWorkload&) { refuse(); }
 double time_chunk(const ChunkWorkload&) { refuse(); }
+CodecTiming time_codec(const StateCodec&, StateShape, int, int) { refuse(); }
 double time_kl(int64_t, int, int64_t, int) { refuse(); }
 
 }  // namespace replayeval
