@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -19,6 +20,7 @@
 #include "kernels/elementwise.h"
 #include "kernels/gdn.h"
 #include "kernels/mamba2.h"
+#include "quant/cuda_support.h"
 
 namespace replayeval {
 
@@ -107,6 +109,13 @@ class KvStore {
   virtual void read(int row, int64_t first, int64_t tokens, float* k, float* v) const = 0;
   /// Appends from host memory, contiguous.
   virtual void append_host(int row, const float* k, const float* v, int64_t tokens) = 0;
+  /// A device's keys and values of a row, [length, kv_heads, head_dim] in the store's type; null on
+  /// the host, whose caches are paged.
+  struct Contiguous {
+    const void* k = nullptr;
+    const void* v = nullptr;
+  };
+  virtual Contiguous contiguous(int) const { return {}; }
   /// As kernels' `attention` (or its reference) over the rows' caches.
   virtual void attend(std::span<const AttentionQueries> queries, int heads, float scale,
                       KernelForm form) = 0;
@@ -117,12 +126,26 @@ class KvStore {
   KvType type_;
 };
 
+/// Work on a device that was queued once and runs again and again, as a CUDA graph.
+class CapturedWork {
+ public:
+  virtual ~CapturedWork() = default;
+  /// Queues all of it.
+  virtual void run() = 0;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
 
   /// False where arrays lie in host memory.
   virtual bool on_device() const = 0;
+  /// Where the device's work is queued now: the default stream (null) but inside `capture`.
+  virtual CudaStream stream() const { return nullptr; }
+  /// Runs `queue`, then captures what it queues a second time; it must not wait, upload, download
+  /// or hand memory out. Memory that it allocates and gives back belongs to the graph, which other
+  /// graphs of the backend share: one runs at a time. Throws std::logic_error on the host.
+  virtual std::unique_ptr<CapturedWork> capture(const std::function<void()>& queue);
   /// Waits for all work queued so far; nothing on the host.
   virtual void synchronize() = 0;
 
@@ -142,9 +165,10 @@ class Backend {
 
   // Products. With BF16 compute operands are rounded to BF16 where the library multiplies; sums are
   // FP32.
-  /// y = x W^T + b for each range of tokens in turn (DESIGN.md section 2, iii); the ranges follow one
-  /// another from token 0. x [m, in], y [m, out] contiguous but for x_stride. `w` and `bias` are the
-  /// host's. y is rounded to the activation type of the compute type unless `fp32_result` (logits).
+  /// y = x W^T + b for each range of tokens in turn (DESIGN.md section 2, iii); the ranges follow
+  /// one another from token 0. x [m, in], y [m, out] contiguous but for x_stride. `w` and `bias`
+  /// are the host's. y is rounded to the activation type of the compute type unless `fp32_result`
+  /// (logits).
   virtual void linear(const float* x, int64_t x_stride, const WeightView& w,
                       const std::vector<float>& bias, float* y, std::span<const TokenRange> ranges,
                       bool fp32_result = false) = 0;
@@ -181,6 +205,9 @@ class Backend {
                                int64_t tokens, WeightType activation) = 0;
   /// Rows `ids` (host) of a host weight matrix as FP32 [ids, cols].
   virtual void embed(const WeightView& embedding, std::span<const int32_t> ids, float* out) = 0;
+  /// The same with `count` ids of the backend.
+  virtual void embed(const WeightView& embedding, const int32_t* ids, int64_t count,
+                     float* out) = 0;
 
   // Recurrent layers.
   virtual void causal_conv(const CausalConv& conv, std::span<const CausalConvRow> rows,

@@ -3,11 +3,13 @@
 // otherwise products and attention keep the order of the host's kernels.
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <ATen/cuda/CUDAGraph.h>
 #include <ATen/ops/_cudnn_attention_forward.h>
 #include <ATen/ops/_efficient_attention_forward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
 #include <bit>
@@ -104,6 +106,10 @@ class CudaKvStore : public KvStore {
   void copy(int from, int to) override;
   void read(int row, int64_t first, int64_t tokens, float* k, float* v) const override;
   void append_host(int row, const float* k, const float* v, int64_t tokens) override;
+  Contiguous contiguous(int row) const override {
+    const Row& r = rows_[static_cast<size_t>(row)];
+    return {r.k.data(), r.v.data()};
+  }
   void attend(std::span<const AttentionQueries> queries, int heads, float scale,
               KernelForm form) override;
 
@@ -142,9 +148,11 @@ class CudaBackend : public Backend {
   }
 
   bool fast() const { return fast_; }
+  CudaStream stream() const override { return stream_; }
+  std::unique_ptr<CapturedWork> capture(const std::function<void()>& queue) override;
 
   bool on_device() const override { return true; }
-  void synchronize() override { cuda_synchronize(); }
+  void synchronize() override { cuda_synchronize(stream_); }
 
   std::byte* allocate(size_t bytes) override {
     const std::string what = std::to_string(bytes >> 20) + " MiB";
@@ -157,17 +165,17 @@ class CudaBackend : public Backend {
     c10::cuda::CUDACachingAllocator::raw_delete(memory);
   }
   void upload(void* to, const void* host, size_t bytes) override {
-    if (bytes > 0) copy_to_device(to, host, bytes);
+    if (bytes > 0) copy_to_device(to, host, bytes, stream_);
   }
   void download(void* host, const void* from, size_t bytes) override {
-    if (bytes > 0) copy_to_host(host, from, bytes);
+    if (bytes > 0) copy_to_host(host, from, bytes, stream_);
   }
   void copy(void* to, const void* from, size_t bytes) override {
-    if (bytes > 0) device_copy(to, from, bytes);
+    if (bytes > 0) device_copy(to, from, bytes, stream_);
   }
-  void copy(std::span<const CopyJob> jobs) override { copy_cuda(jobs); }
+  void copy(std::span<const CopyJob> jobs) override { copy_cuda(jobs, stream_); }
   void clear(void* memory, size_t bytes) override {
-    if (bytes > 0) device_fill(memory, 0, bytes);
+    if (bytes > 0) device_fill(memory, 0, bytes, stream_);
   }
 
   const float* constant(const std::vector<float>& host) override {
@@ -191,91 +199,97 @@ class CudaBackend : public Backend {
   }
   void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                    float* y) override {
-    linear_cuda(x, m, x_stride, weight(w), nullptr, y, w.rows);
+    linear_cuda(x, m, x_stride, weight(w), nullptr, y, w.rows, stream_);
   }
   void linear(std::span<const LinearJob> jobs) override { multiply(jobs, false); }
 
   void rms_norm(const RmsNorm& norm, const float* x, int64_t x_stride, const float* gate,
                 int64_t gate_stride, float* y, int64_t y_stride, int64_t rows,
                 int64_t cols) override {
-    rms_norm_cuda(norm, x, x_stride, gate, gate_stride, y, y_stride, rows, cols);
+    rms_norm_cuda(norm, x, x_stride, gate, gate_stride, y, y_stride, rows, cols, stream_);
   }
   void activate(Activation f, const float* x, int64_t x_stride, const float* bias, float* y,
                 int64_t y_stride, int64_t rows, int64_t cols, WeightType activation) override {
-    activate_cuda(f, x, x_stride, bias, y, y_stride, rows, cols, activation);
+    activate_cuda(f, x, x_stride, bias, y, y_stride, rows, cols, activation, stream_);
   }
   void activate_multiply(Activation f, const float* gate, int64_t gate_stride, float gate_scale,
                          const float* up, int64_t up_stride, float* y, int64_t y_stride,
                          int64_t rows, int64_t cols, WeightType activation) override {
     activate_multiply_cuda(f, gate, gate_stride, gate_scale, up, up_stride, y, y_stride, rows, cols,
-                           activation);
+                           activation, stream_);
   }
   void add_scaled(float* y, const float* x, float multiplier, int64_t rows, int64_t cols,
                   WeightType activation) override {
-    add_scaled_cuda(y, cols, x, cols, multiplier, rows, cols, activation);
+    add_scaled_cuda(y, cols, x, cols, multiplier, rows, cols, activation, stream_);
   }
   void add_row_scaled(float* y, const float* x, const float* row_scale, int64_t rows, int64_t cols,
                       WeightType activation) override {
-    add_row_scaled_cuda(y, cols, x, cols, row_scale, rows, cols, activation);
+    add_row_scaled_cuda(y, cols, x, cols, row_scale, rows, cols, activation, stream_);
   }
   void scale(float* x, int64_t stride, float factor, const float* column, int64_t rows,
              int64_t cols, WeightType activation) override {
-    scale_cuda(x, stride, factor, column, rows, cols, activation);
+    scale_cuda(x, stride, factor, column, rows, cols, activation, stream_);
   }
   void round_to(WeightType type, float* x, int64_t n) override {
-    if (type != WeightType::fp32) round_to_cuda(type, x, n);
+    if (type != WeightType::fp32) round_to_cuda(type, x, n, stream_);
   }
-  void clamp(float* x, int64_t n, float low, float high) override { clamp_cuda(x, n, low, high); }
+  void clamp(float* x, int64_t n, float low, float high) override {
+    clamp_cuda(x, n, low, high, stream_);
+  }
   void rotary_apply(float* x, int64_t stride, int64_t n, int heads, int head_dim, int dims,
                     const float* cos, const float* sin, WeightType activation) override {
-    rotary_apply_cuda(x, stride, n, heads, head_dim, dims, cos, sin, activation);
+    rotary_apply_cuda(x, stride, n, heads, head_dim, dims, cos, sin, activation, stream_);
   }
   void combine_experts(const int32_t* slots, const float* weights, int k, const float* slot_output,
                        int64_t cols, float* y, int64_t y_stride, int64_t tokens,
                        WeightType activation) override {
-    combine_experts_cuda(slots, weights, k, slot_output, cols, y, y_stride, tokens, activation);
+    combine_experts_cuda(slots, weights, k, slot_output, cols, y, y_stride, tokens, activation,
+                         false, stream_);
   }
   void embed(const WeightView& embedding, std::span<const int32_t> ids, float* out) override {
     if (ids.empty()) return;
     const Memory device(*this, ids.size_bytes());
     upload(device.data(), ids.data(), ids.size_bytes());
-    widen_rows_cuda(weight(embedding), reinterpret_cast<const int32_t*>(device.data()),
-                    static_cast<int64_t>(ids.size()), out);
+    embed(embedding, reinterpret_cast<const int32_t*>(device.data()),
+          static_cast<int64_t>(ids.size()), out);
+  }
+  void embed(const WeightView& embedding, const int32_t* ids, int64_t count, float* out) override {
+    widen_rows_cuda(weight(embedding), ids, count, out, stream_);
   }
 
   void causal_conv(const CausalConv& conv, std::span<const CausalConvRow> rows,
                    KernelForm form) override {
     require_fast(form);
-    causal_conv_cuda(conv, rows);
+    causal_conv_cuda(conv, rows, stream_);
   }
   void mamba2_advance(const Mamba2Layer& layer, std::span<StateRow> rows,
                       std::span<const Mamba2Inputs> inputs, AdvanceMode mode,
                       KernelForm form) override {
     require_fast(form);
-    mamba2_advance_cuda(layer, rows, inputs, mode);
+    mamba2_advance_cuda(layer, rows, inputs, mode, stream_);
   }
   void mamba2_flush(const Mamba2Layer& layer, std::span<StateRow> rows,
                     std::span<const Mamba2Inputs> inputs, KernelForm form) override {
     require_fast(form);
-    mamba2_flush_cuda(layer, rows, inputs);
+    mamba2_flush_cuda(layer, rows, inputs, stream_);
   }
   void gdn_advance(const GdnLayer& layer, std::span<StateRow> rows,
                    std::span<const GdnInputs> inputs, AdvanceMode mode, KernelForm form) override {
     require_fast(form);
-    gdn_advance_cuda(layer, rows, inputs, mode);
+    gdn_advance_cuda(layer, rows, inputs, mode, stream_);
   }
   void gdn_flush(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInputs> inputs,
                  KernelForm form) override {
     require_fast(form);
-    gdn_flush_cuda(layer, rows, inputs);
+    gdn_flush_cuda(layer, rows, inputs, stream_);
   }
   void gdn_scalars(const float* a, const float* b, const float* a_exp, int64_t tokens, int heads,
                    float* scalars) override {
-    gdn_scalars_cuda(a, b, a_exp, tokens, heads, scalars);
+    gdn_scalars_cuda(a, b, a_exp, tokens, heads, scalars, stream_);
   }
   void add_decays(const float* values, int64_t stride, const float* factor, int64_t tokens,
                   int heads, double* sums) override {
-    decay_sum_cuda(values, stride, factor, tokens, heads, sums);
+    decay_sum_cuda(values, stride, factor, tokens, heads, sums, stream_);
   }
 
   std::unique_ptr<KvStore> make_kv_store(int kv_heads, int head_dim, KvType type,
@@ -367,10 +381,10 @@ class CudaBackend : public Backend {
       if (job.bias != nullptr) job.bias = constant(job.bias, static_cast<size_t>(job.w.rows));
       job.w = weight(job.w);
     }
-    linear_cuda(placed);
+    linear_cuda(placed, stream_);
     if (!bf16_ || fp32_result) return;
     for (const LinearJob& job : placed) {  // contiguous
-      round_to_cuda(WeightType::bf16, job.y, job.m * job.w.rows);
+      round_to_cuda(WeightType::bf16, job.y, job.m * job.w.rows, stream_);
     }
   }
 
@@ -383,7 +397,7 @@ class CudaBackend : public Backend {
     if (job.x_rows != nullptr) {
       gathered = Buffer(*this, job.m * in);
       widen_rows_cuda({job.x, WeightType::fp32, 0, in, job.x_stride}, job.x_rows, job.m,
-                      gathered.data());
+                      gathered.data(), stream_);
       x = gathered.data();
       x_stride = in;
     }
@@ -410,7 +424,7 @@ class CudaBackend : public Backend {
     at::Tensor source = view(x, {tokens, in}, {x_stride, 1}, at::kFloat);
     if (as_bf16) {
       at::Tensor narrow = at::empty({tokens, in}, device_options(at::kBFloat16));
-      narrow_cuda(x, x_stride, tokens, in, WeightType::bf16, narrow.data_ptr());
+      narrow_cuda(x, x_stride, tokens, in, WeightType::bf16, narrow.data_ptr(), stream_);
       source = narrow;
     } else if (w.type != WeightType::fp32) {
       weights = weights.to(at::kFloat);
@@ -430,14 +444,47 @@ class CudaBackend : public Backend {
     }
     if (rounded) result.copy_(narrow_result);
     if (bias.defined()) result.add_(bias);
-    if (bf16_ && !fp32_result && !rounded) round_to_cuda(WeightType::bf16, y, tokens * out);
+    if (bf16_ && !fp32_result && !rounded)
+      round_to_cuda(WeightType::bf16, y, tokens * out, stream_);
   }
 
   bool fast_;
   bool bf16_;
+  CudaStream stream_ = nullptr;
+  at::cuda::MempoolId_t graph_memory_{0, 0};  // of all graphs; none yet
   std::unordered_map<const float*, Memory> constants_;
   std::unordered_map<Key, Memory, KeyHash> weights_;
 };
+
+class CudaGraph : public CapturedWork {
+ public:
+  void run() override {
+    library("graph", [&] { graph.replay(); });
+  }
+  at::cuda::CUDAGraph graph;
+};
+
+std::unique_ptr<CapturedWork> CudaBackend::capture(const std::function<void()>& queue) {
+  auto work = std::make_unique<CudaGraph>();
+  synchronize();
+  const c10::cuda::CUDAStream side = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStreamGuard guard(side);
+  stream_ = side.stream();
+  try {
+    queue();
+    synchronize();
+    library("graph",
+            [&] { work->graph.capture_begin(graph_memory_, cudaStreamCaptureModeThreadLocal); });
+    queue();
+    library("graph", [&] { work->graph.capture_end(); });
+  } catch (...) {
+    stream_ = nullptr;
+    throw;
+  }
+  stream_ = nullptr;
+  graph_memory_ = work->graph.pool();
+  return work;
+}
 
 CudaKvStore::CudaKvStore(CudaBackend& backend, int kv_heads, int head_dim, KvType type, int rows)
     : KvStore(kv_heads, head_dim, type), backend_(backend), rows_(static_cast<size_t>(rows)) {}
@@ -466,7 +513,7 @@ void CudaKvStore::append(int r, const float* k, int64_t k_stride, const float* v
   }
   const size_t at = static_cast<size_t>(row.length) * position_bytes();
   append_kv_cuda(k, k_stride, v, v_stride, tokens, width(), row.k.data() + at, row.v.data() + at,
-                 type());
+                 type(), backend_.stream());
   row.length = length;
 }
 
@@ -526,7 +573,7 @@ void CudaKvStore::attend(std::span<const AttentionQueries> queries, int heads, f
       rows.push_back({row.k.data(), row.v.data(), type(), q.position, q.tokens, q.q, q.q_stride,
                       q.out, q.out_stride});
     }
-    attention_cuda(rows, heads, kv_heads(), head_dim(), scale);
+    attention_cuda(rows, heads, kv_heads(), head_dim(), scale, backend_.stream());
     return;
   }
   library("attention", [&] {
@@ -580,7 +627,8 @@ bool CudaKvStore::attend_past(const Row& row, const at::Tensor& query, int64_t p
 void CudaKvStore::attend_bf16(const Row& row, const AttentionQueries& q, int heads, float scale) {
   const int64_t dim = head_dim(), length = q.position + q.tokens;
   at::Tensor query = at::empty({1, q.tokens, heads, dim}, device_options(at::kBFloat16));
-  narrow_cuda(q.q, q.q_stride, q.tokens, heads * dim, WeightType::bf16, query.data_ptr());
+  narrow_cuda(q.q, q.q_stride, q.tokens, heads * dim, WeightType::bf16, query.data_ptr(),
+              backend_.stream());
   std::vector<at::Tensor> out, lse;
   int64_t past = 0;
   if (cudnn_ && q.tokens % kPartQueries == 0 && q.position >= kLeastPast) {
@@ -610,7 +658,8 @@ void CudaKvStore::attend_bf16(const Row& row, const AttentionQueries& q, int hea
     parts.push_back({out[i].data_ptr(), out[i].stride(1), out[i].stride(2),
                      static_cast<const float*>(lse[i].data_ptr())});
   }
-  merge_attention_cuda(parts, q.tokens, heads, static_cast<int>(dim), q.out, q.out_stride);
+  merge_attention_cuda(parts, q.tokens, heads, static_cast<int>(dim), q.out, q.out_stride,
+                       backend_.stream());
 }
 
 // The kernel knows no grouped queries: each KV head is one of the batch, with its queries as heads

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 #include <numbers>
+#include <stdexcept>
 
 #include "models/backend.h"
 #include "models/torch_dense.h"
@@ -169,9 +170,10 @@ class HostBackend : public Backend {
     replayeval::combine_experts(groups, slot_output, cols, y, y_stride, tokens, activation);
   }
   void embed(const WeightView& embedding, std::span<const int32_t> ids, float* out) override {
-    for (size_t i = 0; i < ids.size(); ++i) {
-      widen(embedding, ids[i], out + static_cast<int64_t>(i) * embedding.cols);
-    }
+    embed(embedding, ids.data(), static_cast<int64_t>(ids.size()), out);
+  }
+  void embed(const WeightView& embedding, const int32_t* ids, int64_t count, float* out) override {
+    for (int64_t i = 0; i < count; ++i) widen(embedding, ids[i], out + i * embedding.cols);
   }
 
   void causal_conv(const CausalConv& conv, std::span<const CausalConvRow> rows,
@@ -227,6 +229,10 @@ class HostBackend : public Backend {
 };
 
 }  // namespace
+
+std::unique_ptr<CapturedWork> Backend::capture(const std::function<void()>&) {
+  throw std::logic_error("backend: work on the host cannot be captured");
+}
 
 Memory::Memory(Backend& backend, size_t bytes)
     : backend_(&backend), data_(backend.allocate(bytes)), bytes_(bytes) {}

@@ -7,112 +7,13 @@
 #include <stdexcept>
 #include <string>
 
-#include "models/backend.h"
-#include "models/model.h"
-#include "models/state_store.h"
+#include "models/forward.h"
 
 namespace replayeval {
 namespace {
 
 /// log2(e), the factor between natural and binary logarithms of decays.
 constexpr float kLog2E = std::numbers::log2e_v<float>;
-
-/// Adds the time until its end to one kind of work; on a device only where the model is asked to
-/// wait for it (ModelOptions::timed).
-class Stopwatch {
- public:
-  Stopwatch(double& seconds, Backend* waits)
-      : seconds_(seconds), waits_(waits), start_(std::chrono::steady_clock::now()) {
-    if (waits_ == nullptr) return;
-    waits_->synchronize();
-    start_ = std::chrono::steady_clock::now();
-  }
-  ~Stopwatch() {
-    if (waits_ != nullptr) waits_->synchronize();
-    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  double& seconds_;
-  Backend* waits_;
-  std::chrono::steady_clock::time_point start_;
-};
-
-/// cos and sin [tokens, frequencies] of the positions from `position` on.
-struct RotaryTable {
-  const std::vector<float>* frequency = nullptr;
-  int64_t position = 0;
-  int64_t tokens = 0;
-  Buffer cos, sin;
-};
-
-/// Rows of one call: where each starts, how many tokens it has.
-struct Call {
-  std::span<const int> lengths;
-  std::vector<int64_t> first;      // [rows] index of the row's first token
-  std::vector<int64_t> positions;  // [rows] its absolute position
-  int64_t tokens = 0;
-  AdvanceMode mode = AdvanceMode::commit;
-  KernelForm form = KernelForm::fast;
-  ForwardTimes* times = nullptr;
-  std::vector<TokenRange> ranges;  // what is multiplied at once
-  mutable std::vector<RotaryTable> rotary;
-};
-
-}  // namespace
-
-struct Model::Implementation {
-  std::shared_ptr<const Checkpoint> checkpoint;
-  ModelOptions options;
-  ModelSpec spec;
-  WeightType activation = WeightType::fp32;
-  std::unique_ptr<Backend> backend;
-
-  Buffer buffer(int64_t size) const { return Buffer(*backend, size); }
-  const float* constant(const std::vector<float>& host) const { return backend->constant(host); }
-  Stopwatch watch(double& seconds) const {
-    return Stopwatch(seconds, options.timed && backend->on_device() ? backend.get() : nullptr);
-  }
-
-  /// x [m, in] -> [m, out], rounded to the activation type.
-  Buffer project(const LinearSpec& layer, const float* x, const Call& call) const {
-    const Stopwatch timed = watch(call.times->products);
-    const int64_t m = call.tokens;
-    Buffer y = buffer(m * layer.weight.rows);
-    backend->linear(x, layer.weight.cols, layer.weight, layer.bias, y.data(), call.ranges);
-    return y;
-  }
-
-  RmsNorm norm_of(const NormSpec& norm, int64_t group) const {
-    RmsNorm plan;
-    plan.weight = constant(norm.weight);
-    plan.weight_size = static_cast<int64_t>(norm.weight.size());
-    plan.group = group;
-    plan.eps = norm.eps;
-    plan.one_plus = norm.one_plus;
-    plan.activation = activation;
-    return plan;
-  }
-
-  void convolve(const StateStore& store, const Call& call, const std::vector<float>& weight,
-                const std::vector<float>& bias, std::span<const RecordPointers> records,
-                const StateSet& states) const;
-
-  Buffer mamba2(const Mamba2Spec& mixer, StateStore& store, const Call& call, const float* x,
-                const StateSet& states, double* decay_sum) const;
-  Buffer gdn(const GdnSpec& mixer, StateStore& store, const Call& call, const float* x,
-             const StateSet& states, double* decay_sum) const;
-  const RotaryTable& rotary(const AttentionSpec& mixer, const Call& call, size_t row) const;
-  Buffer attend(const AttentionSpec& mixer, KvStore& cache, const Call& call, const float* x) const;
-  Buffer mlp(const MlpSpec& mixer, const float* x, const Call& call) const;
-  void experts(const MoeSpec& mixer, const float* logits, const float* input, TokenRange range,
-               float* y, const Call& call) const;
-  Buffer moe(const MoeSpec& mixer, const float* x, const Call& call) const;
-};
-
-namespace {
 
 /// Arrays of one call of a recurrent mixer: each row's ring, then its tokens; in the row's own
 /// arrays for a few tokens, in arrays of the call otherwise.
@@ -208,6 +109,51 @@ void Model::Implementation::convolve(const StateStore& store, const Call& call,
   }
 }
 
+Buffer Model::Implementation::mamba2_inputs(const Mamba2Spec& mixer, const float* x,
+                                            const Call& call) const {
+  Buffer projected = project(mixer.in_proj, x, call);
+  if (!mixer.in_proj_multiplier.empty()) {
+    const int64_t width = mixer.in_proj.weight.rows;
+    backend->scale(projected.data(), width, 1.0f, constant(mixer.in_proj_multiplier), call.tokens,
+                   width, activation);
+  }
+  return projected;
+}
+
+void Model::Implementation::mamba2_steps(const Mamba2Spec& mixer, const float* from, int64_t stride,
+                                         float* dt, int64_t tokens) const {
+  backend->activate(Activation::softplus, from, stride, constant(mixer.dt_bias), dt, mixer.heads,
+                    tokens, mixer.heads, activation);
+  if (options.dt_clamp == DtClamp::forward)
+    backend->clamp(dt, tokens * mixer.heads, mixer.dt_min, mixer.dt_max);
+}
+
+Mamba2Layer Model::Implementation::mamba2_layer(const Mamba2Spec& mixer, int layer) const {
+  Mamba2Layer plan;
+  plan.heads = mixer.heads;
+  plan.groups = mixer.groups;
+  plan.head_dim = mixer.head_dim;
+  plan.state_dim = mixer.state_dim;
+  plan.layer = layer;
+  plan.decay_log2 = constant(mixer.decay_log2);
+  plan.skip = constant(mixer.d);
+  return plan;
+}
+
+Buffer Model::Implementation::mamba2_output(const Mamba2Spec& mixer, Buffer& y,
+                                            const Buffer& projected, const Call& call) const {
+  const int64_t inner = int64_t{mixer.heads} * mixer.head_dim;
+  backend->round_to(activation, y.data(), call.tokens * inner);
+  RmsNorm norm = norm_of(mixer.norm, mixer.norm_group);
+  norm.gate = mixer.gate == Mamba2Spec::Gate::gate_only        ? GateOrder::gate_only
+              : mixer.gate == Mamba2Spec::Gate::norm_then_gate ? GateOrder::norm_first
+                                                               : GateOrder::gate_first;
+  norm.round_normalized = mixer.round_normalized;
+  backend->rms_norm(norm, y.data(), inner, projected.data(), mixer.in_proj.weight.rows, y.data(),
+                    inner, call.tokens, inner);
+  return project(mixer.out_proj, y.data(), call);
+}
+
 Buffer Model::Implementation::mamba2(const Mamba2Spec& mixer, StateStore& store, const Call& call,
                                      const float* x, const StateSet& states,
                                      double* decay_sum) const {
@@ -215,23 +161,15 @@ Buffer Model::Implementation::mamba2(const Mamba2Spec& mixer, StateStore& store,
   const int64_t group_width = int64_t{mixer.groups} * mixer.state_dim;
   const int64_t channels = inner + 2 * group_width;
   const int64_t width = inner + channels + mixer.heads;
-  Buffer projected = project(mixer.in_proj, x, call);
-  if (!mixer.in_proj_multiplier.empty()) {
-    backend->scale(projected.data(), width, 1.0f, constant(mixer.in_proj_multiplier), call.tokens,
-                   width, activation);
-  }
+  Buffer projected = mamba2_inputs(mixer, x, call);
   const Records records(*backend, store, call);
   records.take_inputs(projected.data(), width, inner);
   convolve(store, call, mixer.conv_weight, mixer.conv_bias, records.rows(), states);
 
   for (size_t r = 0; r < call.first.size(); ++r) {
     float* dt = records[r].scalars;
-    backend->activate(
-        Activation::softplus, projected.data() + call.first[r] * width + inner + channels, width,
-        constant(mixer.dt_bias), dt, mixer.heads, call.lengths[r], mixer.heads, activation);
-    if (options.dt_clamp == DtClamp::forward) {
-      backend->clamp(dt, int64_t{call.lengths[r]} * mixer.heads, mixer.dt_min, mixer.dt_max);
-    }
+    mamba2_steps(mixer, projected.data() + call.first[r] * width + inner + channels, width, dt,
+                 call.lengths[r]);
     if (r == 0) {
       backend->add_decays(dt, mixer.heads, constant(mixer.decay_log2), call.lengths[0], mixer.heads,
                           decay_sum);
@@ -239,14 +177,7 @@ Buffer Model::Implementation::mamba2(const Mamba2Spec& mixer, StateStore& store,
   }
 
   Buffer y = buffer(call.tokens * inner);
-  Mamba2Layer layer;
-  layer.heads = mixer.heads;
-  layer.groups = mixer.groups;
-  layer.head_dim = mixer.head_dim;
-  layer.state_dim = mixer.state_dim;
-  layer.layer = store.shape().layer;
-  layer.decay_log2 = constant(mixer.decay_log2);
-  layer.skip = constant(mixer.d);
+  const Mamba2Layer layer = mamba2_layer(mixer, store.shape().layer);
   auto inputs_of = [&](size_t r, int first, int count) {
     Mamba2Inputs in;
     in.tokens = count;
@@ -277,15 +208,41 @@ Buffer Model::Implementation::mamba2(const Mamba2Spec& mixer, StateStore& store,
   }
   records.keep();
 
-  backend->round_to(activation, y.data(), call.tokens * inner);
-  RmsNorm norm = norm_of(mixer.norm, mixer.norm_group);
-  norm.gate = mixer.gate == Mamba2Spec::Gate::gate_only        ? GateOrder::gate_only
-              : mixer.gate == Mamba2Spec::Gate::norm_then_gate ? GateOrder::norm_first
-                                                               : GateOrder::gate_first;
-  norm.round_normalized = mixer.round_normalized;
-  backend->rms_norm(norm, y.data(), inner, projected.data(), width, y.data(), inner, call.tokens,
-                    inner);
-  return project(mixer.out_proj, y.data(), call);
+  return mamba2_output(mixer, y, projected, call);
+}
+
+Model::Implementation::GdnScalars Model::Implementation::gdn_scalars(const GdnSpec& mixer,
+                                                                     const float* x,
+                                                                     const Call& call) const {
+  const int64_t heads = mixer.value_heads;
+  GdnScalars scalars{project(mixer.b, x, call), project(mixer.a, x, call)};
+  backend->activate(Activation::sigmoid, scalars.b.data(), heads, nullptr, scalars.b.data(), heads,
+                    call.tokens, heads, WeightType::fp32);
+  backend->activate(Activation::softplus, scalars.a.data(), heads, constant(mixer.dt_bias),
+                    scalars.a.data(), heads, call.tokens, heads, WeightType::fp32);
+  return scalars;
+}
+
+GdnLayer Model::Implementation::gdn_layer(const GdnSpec& mixer, int layer) {
+  GdnLayer plan;
+  plan.key_heads = mixer.key_heads;
+  plan.value_heads = mixer.value_heads;
+  plan.key_dim = mixer.key_dim;
+  plan.value_dim = mixer.value_dim;
+  plan.layer = layer;
+  return plan;
+}
+
+Buffer Model::Implementation::gdn_output(const GdnSpec& mixer, Buffer& o, const float* x,
+                                         const Call& call) const {
+  const int64_t value_width = int64_t{mixer.value_heads} * mixer.value_dim;
+  backend->round_to(activation, o.data(), call.tokens * value_width);
+  Buffer z = project(mixer.z, x, call);
+  RmsNorm norm = norm_of(mixer.norm, mixer.value_dim);
+  norm.gate = GateOrder::norm_first;
+  backend->rms_norm(norm, o.data(), value_width, z.data(), value_width, o.data(), value_width,
+                    call.tokens, value_width);
+  return project(mixer.out_proj, o.data(), call);
 }
 
 Buffer Model::Implementation::gdn(const GdnSpec& mixer, StateStore& store, const Call& call,
@@ -301,16 +258,11 @@ Buffer Model::Implementation::gdn(const GdnSpec& mixer, StateStore& store, const
   }
   convolve(store, call, mixer.conv_weight, {}, records.rows(), states);
 
-  Buffer b = project(mixer.b, x, call);
-  Buffer a = project(mixer.a, x, call);
-  backend->activate(Activation::sigmoid, b.data(), heads, nullptr, b.data(), heads, call.tokens,
-                    heads, WeightType::fp32);
-  backend->activate(Activation::softplus, a.data(), heads, constant(mixer.dt_bias), a.data(), heads,
-                    call.tokens, heads, WeightType::fp32);
+  const GdnScalars scalars = gdn_scalars(mixer, x, call);
   for (size_t r = 0; r < call.first.size(); ++r) {
     const int64_t token = call.first[r] * heads;
-    backend->gdn_scalars(a.data() + token, b.data() + token, constant(mixer.a_exp), call.lengths[r],
-                         static_cast<int>(heads), records[r].scalars);
+    backend->gdn_scalars(scalars.a.data() + token, scalars.b.data() + token, constant(mixer.a_exp),
+                         call.lengths[r], static_cast<int>(heads), records[r].scalars);
     if (r == 0) {
       backend->add_decays(records[0].scalars, 2 * heads, nullptr, call.lengths[0],
                           static_cast<int>(heads), decay_sum);
@@ -318,12 +270,7 @@ Buffer Model::Implementation::gdn(const GdnSpec& mixer, StateStore& store, const
   }
 
   Buffer o = buffer(call.tokens * value_width);
-  GdnLayer layer;
-  layer.key_heads = mixer.key_heads;
-  layer.value_heads = mixer.value_heads;
-  layer.key_dim = mixer.key_dim;
-  layer.value_dim = mixer.value_dim;
-  layer.layer = store.shape().layer;
+  const GdnLayer layer = gdn_layer(mixer, store.shape().layer);
   auto inputs_of = [&](size_t r, int first, int count) {
     GdnInputs in;
     in.tokens = count;
@@ -357,13 +304,7 @@ Buffer Model::Implementation::gdn(const GdnSpec& mixer, StateStore& store, const
   }
   records.keep();
 
-  backend->round_to(activation, o.data(), call.tokens * value_width);
-  Buffer z = project(mixer.z, x, call);
-  RmsNorm norm = norm_of(mixer.norm, mixer.value_dim);
-  norm.gate = GateOrder::norm_first;
-  backend->rms_norm(norm, o.data(), value_width, z.data(), value_width, o.data(), value_width,
-                    call.tokens, value_width);
-  return project(mixer.out_proj, o.data(), call);
+  return gdn_output(mixer, o, x, call);
 }
 
 // Rows at the same position, and all layers of a call, share a table.
@@ -387,40 +328,59 @@ const RotaryTable& Model::Implementation::rotary(const AttentionSpec& mixer, con
   return call.rotary.emplace_back(std::move(table));
 }
 
-Buffer Model::Implementation::attend(const AttentionSpec& mixer, KvStore& cache, const Call& call,
-                                     const float* x) const {
-  const int64_t heads = mixer.heads;
+Model::Implementation::AttentionInputs Model::Implementation::attention_inputs(
+    const AttentionSpec& mixer, const float* x, const Call& call) const {
   const int64_t dim = mixer.head_dim;
-  const int64_t q_width = heads * dim;
   const int64_t kv_width = int64_t{mixer.kv_heads} * dim;
   const int64_t q_head =
       mixer.output_gate ? 2 * dim : dim;  // q_proj rows of a head: q, then its gate
-  Buffer projected = project(mixer.q, x, call);
-  Buffer k = project(mixer.k, x, call);
-  Buffer v = project(mixer.v, x, call);
-  Buffer q = buffer(call.tokens * q_width);
+  AttentionInputs in{project(mixer.q, x, call), buffer(call.tokens * mixer.heads * dim),
+                     project(mixer.k, x, call), project(mixer.v, x, call)};
   if (mixer.q_norm) {
-    backend->rms_norm(norm_of(*mixer.q_norm, dim), projected.data(), q_head, nullptr, 0, q.data(),
-                      dim, call.tokens * heads, dim);
+    backend->rms_norm(norm_of(*mixer.q_norm, dim), in.projected.data(), q_head, nullptr, 0,
+                      in.q.data(), dim, call.tokens * mixer.heads, dim);
   } else {
-    const CopyJob queries{q.data(), dim, projected.data(), q_head, call.tokens * heads, dim};
+    const CopyJob queries{in.q.data(), dim, in.projected.data(), q_head, call.tokens * mixer.heads,
+                          dim};
     backend->copy({&queries, 1});
   }
   if (mixer.k_norm) {
-    backend->rms_norm(norm_of(*mixer.k_norm, dim), k.data(), dim, nullptr, 0, k.data(), dim,
+    backend->rms_norm(norm_of(*mixer.k_norm, dim), in.k.data(), dim, nullptr, 0, in.k.data(), dim,
                       call.tokens * mixer.kv_heads, dim);
   }
   if (mixer.key_multiplier != 1.0f) {
-    backend->scale(k.data(), kv_width, mixer.key_multiplier, nullptr, call.tokens, kv_width,
+    backend->scale(in.k.data(), kv_width, mixer.key_multiplier, nullptr, call.tokens, kv_width,
                    activation);
   }
+  return in;
+}
+
+Buffer Model::Implementation::attention_output(const AttentionSpec& mixer, Buffer& out,
+                                               const AttentionInputs& inputs,
+                                               const Call& call) const {
+  const int64_t dim = mixer.head_dim;
+  const int64_t queries = call.tokens * mixer.heads;
+  backend->round_to(activation, out.data(), queries * dim);
+  if (mixer.output_gate) {
+    backend->activate_multiply(Activation::sigmoid, inputs.projected.data() + dim, 2 * dim, 1.0f,
+                               out.data(), dim, out.data(), dim, queries, dim, activation);
+  }
+  return project(mixer.o, out.data(), call);
+}
+
+Buffer Model::Implementation::attend(const AttentionSpec& mixer, KvStore& cache, const Call& call,
+                                     const float* x) const {
+  const int64_t dim = mixer.head_dim;
+  const int64_t q_width = mixer.heads * dim;
+  const int64_t kv_width = mixer.kv_heads * dim;
+  const AttentionInputs in = attention_inputs(mixer, x, call);
   Buffer out = buffer(call.tokens * q_width);
   std::vector<AttentionQueries> queries;
   for (size_t r = 0; r < call.first.size(); ++r) {
     const int64_t n = call.lengths[r];
     if (n == 0) continue;
-    float* row_q = q.data() + call.first[r] * q_width;
-    float* row_k = k.data() + call.first[r] * kv_width;
+    float* row_q = in.q.data() + call.first[r] * q_width;
+    float* row_k = in.k.data() + call.first[r] * kv_width;
     if (mixer.rotary_dim > 0) {
       const RotaryTable& table = rotary(mixer, call, r);
       backend->rotary_apply(row_q, q_width, n, mixer.heads, mixer.head_dim, mixer.rotary_dim,
@@ -429,7 +389,7 @@ Buffer Model::Implementation::attend(const AttentionSpec& mixer, KvStore& cache,
                             table.cos.data(), table.sin.data(), activation);
     }
     const int row = static_cast<int>(r);
-    cache.append(row, row_k, kv_width, v.data() + call.first[r] * kv_width, kv_width, n);
+    cache.append(row, row_k, kv_width, in.v.data() + call.first[r] * kv_width, kv_width, n);
     queries.push_back(
         {row, call.positions[r], n, row_q, q_width, out.data() + call.first[r] * q_width, q_width});
   }
@@ -437,13 +397,7 @@ Buffer Model::Implementation::attend(const AttentionSpec& mixer, KvStore& cache,
     const Stopwatch timed = watch(call.times->attention);
     cache.attend(queries, mixer.heads, mixer.scale, call.form);
   }
-  backend->round_to(activation, out.data(), call.tokens * q_width);
-  if (mixer.output_gate) {
-    backend->activate_multiply(Activation::sigmoid, projected.data() + dim, q_head, 1.0f,
-                               out.data(), dim, out.data(), dim, call.tokens * heads, dim,
-                               activation);
-  }
-  return project(mixer.o, out.data(), call);
+  return attention_output(mixer, out, in, call);
 }
 
 Buffer Model::Implementation::mlp(const MlpSpec& mixer, const float* x, const Call& call) const {
@@ -680,6 +634,86 @@ const ModelOptions& Model::options() const { return implementation_->options; }
 const Checkpoint& Model::checkpoint() const { return *implementation_->checkpoint; }
 Backend& Model::backend() const { return *implementation_->backend; }
 
+void Model::Implementation::layers(const Call& call, float* residual, const MixerCall& mixer,
+                                   const std::function<void(int layer)>& after) const {
+  const int64_t hidden = spec.hidden;
+  const WeightType residual_type = spec.residual_fp32 ? WeightType::fp32 : activation;
+  Buffer normed = buffer(call.tokens * hidden);
+  for (size_t b = 0; b < spec.blocks.size(); ++b) {
+    const Block& block = spec.blocks[b];
+    backend->rms_norm(norm_of(block.norm, 0), residual, hidden, nullptr, 0, normed.data(), hidden,
+                      call.tokens, hidden);
+    Buffer sum;
+    for (size_t i = 0; i < block.branches.size(); ++i) {
+      const Branch& branch = block.branches[i];
+      Buffer scaled;
+      const float* x = normed.data();
+      if (branch.in_multiplier != 1.0f) {
+        scaled = buffer(call.tokens * hidden);
+        backend->copy(scaled.data(), normed.data(),
+                      static_cast<size_t>(call.tokens * hidden) * sizeof(float));
+        backend->scale(scaled.data(), hidden, branch.in_multiplier, nullptr, call.tokens, hidden,
+                       activation);
+        x = scaled.data();
+      }
+      Buffer output = mixer(b, i, x);
+      if (branch.out_multiplier != 1.0f) {
+        backend->scale(output.data(), hidden, branch.out_multiplier, nullptr, call.tokens, hidden,
+                       activation);
+      }
+      if (sum) {
+        backend->add_scaled(sum.data(), output.data(), 1.0f, call.tokens, hidden, activation);
+      } else {
+        sum = std::move(output);
+      }
+    }
+    backend->add_scaled(residual, sum.data(), 1.0f, call.tokens, hidden, residual_type);
+    const bool layer_ends = b + 1 == spec.blocks.size() || spec.blocks[b + 1].layer != block.layer;
+    if (after && layer_ends) after(block.layer);
+  }
+}
+
+Buffer Model::Implementation::embed(const int32_t* ids, int64_t count) const {
+  Buffer residual = buffer(count * spec.hidden);
+  backend->embed(spec.embedding, ids, count, residual.data());
+  scale_embedding(residual, count);
+  return residual;
+}
+
+Buffer Model::Implementation::embed(std::span<const int32_t> ids) const {
+  const int64_t count = static_cast<int64_t>(ids.size());
+  Buffer residual = buffer(count * spec.hidden);
+  backend->embed(spec.embedding, ids, residual.data());
+  scale_embedding(residual, count);
+  return residual;
+}
+
+void Model::Implementation::scale_embedding(Buffer& residual, int64_t count) const {
+  const int64_t hidden = spec.hidden;
+  backend->round_to(activation, residual.data(), count * hidden);
+  if (spec.embedding_multiplier != 1.0f) {
+    backend->scale(residual.data(), hidden, spec.embedding_multiplier, nullptr, count, hidden,
+                   activation);
+  }
+}
+
+// Logits stay FP32 in every compute type: BF16 logits of 16 to 32 are 0.125 apart (DESIGN.md
+// section 3).
+void Model::Implementation::logits(const float* hidden, int64_t tokens, float* out) const {
+  const TokenRange range{0, tokens};
+  backend->linear(hidden, spec.hidden, spec.lm_head.weight, {}, out, {&range, 1}, true);
+  if (spec.logits_multiplier != 1.0f) {
+    backend->scale(out, spec.vocabulary, spec.logits_multiplier, nullptr, tokens, spec.vocabulary,
+                   WeightType::fp32);
+  }
+}
+
+void Model::Implementation::final_norm(const float* residual, float* out, int64_t tokens) const {
+  const int64_t hidden = spec.hidden;
+  backend->rms_norm(norm_of(spec.final_norm, 0), residual, hidden, nullptr, 0, out, hidden, tokens,
+                    hidden);
+}
+
 Hidden Model::forward(const Batch& batch, StateSet& states, AdvanceMode mode,
                       const LayerObserver& observer) const {
   const Implementation& self = *implementation_;
@@ -716,7 +750,6 @@ Hidden Model::forward(const Batch& batch, StateSet& states, AdvanceMode mode,
     if (batch.lengths[r] > 0) call.ranges.push_back({call.first[r], batch.lengths[r]});
   }
   const int64_t hidden = spec.hidden;
-  const WeightType residual_type = spec.residual_fp32 ? WeightType::fp32 : self.activation;
   for (int64_t t = 0; t < call.tokens; ++t) {
     const int32_t token = batch.tokens[static_cast<size_t>(t)];
     if (token < 0 || token >= spec.vocabulary) {
@@ -726,74 +759,33 @@ Hidden Model::forward(const Batch& batch, StateSet& states, AdvanceMode mode,
     }
   }
   Backend& backend = *self.backend;
-  Buffer residual = self.buffer(call.tokens * hidden);
-  backend.embed(spec.embedding, batch.tokens, residual.data());
-  backend.round_to(self.activation, residual.data(), call.tokens * hidden);
-  if (spec.embedding_multiplier != 1.0f) {
-    backend.scale(residual.data(), hidden, spec.embedding_multiplier, nullptr, call.tokens, hidden,
-                  self.activation);
-  }
-  const auto observe = [&](int layer) {
+  const Buffer residual = self.embed(batch.tokens);
+  const std::function<void(int)> observe = [&](int layer) {
     std::vector<float> values(static_cast<size_t>(call.tokens * hidden));
     backend.download(values.data(), residual.data(), values.size() * sizeof(float));
     observer(layer, values);
   };
   if (observer) observe(-1);
 
-  Buffer normed = self.buffer(call.tokens * hidden);
-  for (size_t b = 0; b < spec.blocks.size(); ++b) {
-    const Block& block = spec.blocks[b];
-    backend.rms_norm(self.norm_of(block.norm, 0), residual.data(), hidden, nullptr, 0,
-                     normed.data(), hidden, call.tokens, hidden);
-    Buffer sum;
-    for (size_t i = 0; i < block.branches.size(); ++i) {
-      const Branch& branch = block.branches[i];
-      StateSet::Slot& slot = states.slots_[b][i];
-      Buffer scaled;
-      const float* x = normed.data();
-      if (branch.in_multiplier != 1.0f) {
-        scaled = self.buffer(call.tokens * hidden);
-        backend.copy(scaled.data(), normed.data(),
-                     static_cast<size_t>(call.tokens * hidden) * sizeof(float));
-        backend.scale(scaled.data(), hidden, branch.in_multiplier, nullptr, call.tokens, hidden,
-                      self.activation);
-        x = scaled.data();
-      }
-      double* decay_sum = reinterpret_cast<double*>(slot.decay_sum.data());
-      auto run = [&]() -> Buffer {
-        if (const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer)) {
-          return self.mamba2(*mamba, *slot.store, call, x, states, decay_sum);
-        }
-        if (const auto* gdn = std::get_if<GdnSpec>(&branch.mixer)) {
-          return self.gdn(*gdn, *slot.store, call, x, states, decay_sum);
-        }
-        if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
-          return self.attend(*attention, *slot.cache, call, x);
-        }
-        if (const auto* mlp = std::get_if<MlpSpec>(&branch.mixer)) return self.mlp(*mlp, x, call);
-        return self.moe(std::get<MoeSpec>(branch.mixer), x, call);
-      };
-      Buffer output = run();
-      if (branch.out_multiplier != 1.0f) {
-        backend.scale(output.data(), hidden, branch.out_multiplier, nullptr, call.tokens, hidden,
-                      self.activation);
-      }
-      if (sum) {
-        backend.add_scaled(sum.data(), output.data(), 1.0f, call.tokens, hidden, self.activation);
-      } else {
-        sum = std::move(output);
-      }
-    }
-    backend.add_scaled(residual.data(), sum.data(), 1.0f, call.tokens, hidden, residual_type);
-    const bool layer_ends = b + 1 == spec.blocks.size() || spec.blocks[b + 1].layer != block.layer;
-    if (observer && layer_ends) observe(block.layer);
-  }
+  const auto mixer = [&](size_t b, size_t i, const float* x) -> Buffer {
+    const Branch& branch = spec.blocks[b].branches[i];
+    StateSet::Slot& slot = states.slots_[b][i];
+    double* decay_sum = reinterpret_cast<double*>(slot.decay_sum.data());
+    if (const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer))
+      return self.mamba2(*mamba, *slot.store, call, x, states, decay_sum);
+    if (const auto* gdn = std::get_if<GdnSpec>(&branch.mixer))
+      return self.gdn(*gdn, *slot.store, call, x, states, decay_sum);
+    if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer))
+      return self.attend(*attention, *slot.cache, call, x);
+    if (const auto* mlp = std::get_if<MlpSpec>(&branch.mixer)) return self.mlp(*mlp, x, call);
+    return self.moe(std::get<MoeSpec>(branch.mixer), x, call);
+  };
+  self.layers(call, residual.data(), mixer, observer ? observe : std::function<void(int)>());
   Hidden result;
   result.tokens = call.tokens;
   result.hidden = spec.hidden;
   result.memory = Memory(backend, static_cast<size_t>(call.tokens * hidden) * sizeof(float));
-  backend.rms_norm(self.norm_of(spec.final_norm, 0), residual.data(), hidden, nullptr, 0,
-                   result.data(), hidden, call.tokens, hidden);
+  self.final_norm(residual.data(), result.data(), call.tokens);
   const double total =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   states.times_.products += times.products;
@@ -821,17 +813,7 @@ void Model::lm_head(const Hidden& hidden, int64_t first, int64_t count, float* l
 }
 
 void Model::lm_head_into(const Hidden& hidden, int64_t first, int64_t count, float* logits) const {
-  const Implementation& self = *implementation_;
-  const int64_t vocabulary = self.spec.vocabulary;
-  const float* x = hidden.data() + first * hidden.hidden;
-  // Logits stay FP32 in every compute type: BF16 logits of 16 to 32 are 0.125 apart (DESIGN.md
-  // section 3).
-  const TokenRange range{0, count};
-  self.backend->linear(x, hidden.hidden, self.spec.lm_head.weight, {}, logits, {&range, 1}, true);
-  if (self.spec.logits_multiplier != 1.0f) {
-    self.backend->scale(logits, vocabulary, self.spec.logits_multiplier, nullptr, count, vocabulary,
-                        WeightType::fp32);
-  }
+  implementation_->logits(hidden.data() + first * hidden.hidden, count, logits);
 }
 
 Hidden Hidden::select(std::span<const int64_t> positions) const {

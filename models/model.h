@@ -236,8 +236,11 @@ class Model {
   /// The same into memory of the backend.
   void lm_head_into(const Hidden& hidden, int64_t first, int64_t count, float* logits) const;
 
- private:
   struct Implementation;
+  /// For the files that write the forward pass (models/forward.h).
+  const Implementation& implementation() const { return *implementation_; }
+
+ private:
   std::unique_ptr<Implementation> implementation_;
 };
 

@@ -590,6 +590,23 @@ void StateStore::decode(int r, int head, StateRole role, float* out) const {
   decode_head(*chosen.format, shape_.state, packed.data(), out);
 }
 
+StateStore::Contents StateStore::contents(int r) const {
+  const Row& row = rows_[static_cast<size_t>(r)];
+  if (row.in_prompt || row.uncommitted > 0 || row.plans.size() != 1 || !row.device_plans.empty())
+    throw std::logic_error("state store: row " + std::to_string(r) + " cannot be handed on");
+  const RecordPointers end = end_of(const_cast<Row&>(row));
+  const int64_t records = row.pending.front();
+  return {row.recurrence.data(),
+          row.recurrence_stride,
+          row.read.data(),
+          row.read_stride,
+          row.pending.front(),
+          end.channels - records * shape_.channels,
+          end.scalars - records * shape_.scalars,
+          end.corrections - records * shape_.corrections,
+          end.conv - int64_t{taps()} * shape_.channels};
+}
+
 int StateStore::pending(int r, int head) const {
   const Row& row = rows_[static_cast<size_t>(r)];
   return row.pending[row.plan_of_head[static_cast<size_t>(head)]];

@@ -102,6 +102,22 @@ class StateStore {
   std::vector<HeadHealth> head_health(int row) const;
   /// Packed bytes of both checkpoints of a row (what an engine would hold), without ring.
   size_t checkpoint_bytes(int row) const;
+  /// What a row past its prompt holds, as it lies in the backend's memory: packed heads, the
+  /// pending records oldest first, the convolution's last conv_kernel - 1 inputs. Valid until the
+  /// row changes. Throws std::logic_error inside a prompt, with uncommitted tokens, with heads of
+  /// several plans or a library's codec.
+  struct Contents {
+    const std::byte* recurrence;
+    size_t recurrence_stride;
+    const std::byte* read;
+    size_t read_stride;
+    int pending;
+    const float* channels;
+    const float* scalars;
+    const float* corrections;
+    const float* conv;
+  };
+  Contents contents(int row) const;
   /// A copy of the packed checkpoints of all heads, as they lie.
   std::vector<std::byte> packed(int row, StateRole role) const;
 
@@ -239,6 +255,11 @@ class StateSet {
   void restore(std::span<const std::byte> bytes);
   void append_cache(int r, std::span<const std::byte> bytes);
 
+  /// The state of a branch of a block (models/model.h), which has one.
+  const StateStore& store(size_t block, size_t branch) const {
+    return *slots_[block][branch].store;
+  }
+  const KvStore& cache(size_t block, size_t branch) const { return *slots_[block][branch].cache; }
   /// Recurrent layers in block order.
   std::vector<StateStore*> stores();
   std::vector<const StateStore*> stores() const;

@@ -1,0 +1,721 @@
+#include "models/decoder.h"
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+
+#include "kernels/decode_cuda.h"
+#include "kernels/decode_inputs_cuda.h"
+#include "kernels/elementwise_cuda.h"
+#include "kernels/paged_attention_cuda.h"
+#include "models/forward.h"
+
+namespace replayeval {
+namespace {
+
+/// The shortest bound of positions that steps are captured for; further ones double.
+constexpr int64_t kShortestSteps = 1024;
+constexpr size_t kAlignment = 256;
+
+size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+size_t record_bytes(RecordType type) { return type == RecordType::bf16 ? 2 : 4; }
+
+WeightType weight_type(RecordType type) {
+  return type == RecordType::bf16 ? WeightType::bf16 : WeightType::fp32;
+}
+
+std::byte* at(const Memory& memory, size_t bytes) { return memory.data() + bytes; }
+
+/// Rows of one state precision, one after another.
+struct Band {
+  int first = 0;
+  HeadPlan plan;
+  RecordType records = RecordType::fp32;  // x, B, k, v as they enter the ring
+};
+
+/// One recurrent layer of one band. Rings: Mamba-2 x, B, dt; GDN k, v, u, decay, beta.
+struct BandStates {
+  Memory recurrence, read;
+  size_t recurrence_stride = 0, read_stride = 0;  // of a head
+  Memory first, second, corrections, steps, betas;
+};
+
+/// One stateful branch of a block; nothing in it for others.
+struct Slot {
+  std::optional<StateStore::Shape> shape;
+  std::vector<BandStates> bands;
+  Memory conv;  // [rows, conv_kernel - 1, channels]
+  std::optional<PagedKv> kv;
+  Memory k, v;
+  int rotary = -1;
+};
+
+struct Rotary {
+  const std::vector<float>* frequency;
+  Buffer cos, sin;  // [positions, frequencies]
+};
+
+}  // namespace
+
+struct Decoder::Implementation {
+  const Model& model;
+  const Model::Implementation& self;
+  Backend& backend;
+  DecoderOptions options;
+  int rows = 0;
+  std::vector<Band> bands;
+  std::vector<std::vector<Slot>> slots;  // [block][branch]
+  std::vector<Rotary> rotary;
+  int64_t held_bytes = 0;
+
+  // What a step reads, in one array on the device: positions, tokens, pending, streams.
+  std::vector<std::byte> inputs;
+  Memory device_inputs;
+  int64_t* positions = nullptr;  // -1: free
+  int32_t* tokens = nullptr;
+  int32_t* pending = nullptr;
+  uint32_t* streams = nullptr;
+
+  // Pages of key-value cache.
+  int page = 0;
+  int32_t table_stride = 0;
+  std::vector<int32_t> table;  // [rows, table_stride]
+  Memory device_table;
+  std::vector<int32_t> free_pages;
+  std::vector<int> row_pages;
+  std::vector<int64_t> reserved;  // positions a row may reach; 0: free
+  int64_t pages_set_aside = 0;
+  int64_t pages = 0;
+
+  Memory workspace;
+  Buffer logits;
+  Memory chosen;  // token int32 [rows], margin float [rows]
+  std::vector<Choice> choices;
+  std::vector<std::unique_ptr<CapturedWork>> steps;  // for kShortestSteps, twice that, ...
+
+  Implementation(const Model& m, DecoderOptions o);
+  Memory cleared(size_t bytes);
+  void make_slot(const Branch& branch, int layer, Slot& slot);
+  void make_rotary(const AttentionSpec& mixer, Slot& slot);
+
+  size_t input_offset(const void* host) const {
+    return static_cast<size_t>(static_cast<const std::byte*>(host) - inputs.data());
+  }
+  template <class T>
+  T* on_device(T* host) const {
+    return reinterpret_cast<T*>(at(device_inputs, input_offset(host)));
+  }
+  DecodeRows band_rows(const Band& band) const {
+    return {options.rows_per_state, on_device(pending) + band.first,
+            on_device(positions) + band.first, on_device(streams) + band.first};
+  }
+  /// Calls work(first band, bands, type) for each run of bands with one type of records.
+  template <class Work>
+  void for_runs(Work work) const {
+    for (size_t b = 0; b < bands.size();) {
+      size_t end = b + 1;
+      while (end < bands.size() && bands[end].records == bands[b].records) ++end;
+      work(bands[b].first, static_cast<int>(end - b) * options.rows_per_state, bands[b].records);
+      b = end;
+    }
+  }
+
+  void queue_step(int64_t most_positions);
+  Buffer mamba2(const Mamba2Spec& mixer, Slot& slot, const Call& call, const float* x);
+  Buffer gdn(const GdnSpec& mixer, Slot& slot, const Call& call, const float* x);
+  Buffer attend(const AttentionSpec& mixer, Slot& slot, const Call& call, const float* x,
+                int64_t most_positions);
+  DecodeStates states_of(const BandStates& states, int heads) const;
+  int64_t pages_for(int64_t positions_) const { return (positions_ + page - 1) / page; }
+  void take_pages(int row, int64_t positions_);
+  void check_row(int row) const;
+  void admit(int row, const StateSet& from, int from_row);
+};
+
+Memory Decoder::Implementation::cleared(size_t bytes) {
+  Memory memory(backend, bytes);
+  backend.clear(memory.data(), bytes);
+  held_bytes += static_cast<int64_t>(bytes);
+  return memory;
+}
+
+void Decoder::Implementation::make_rotary(const AttentionSpec& mixer, Slot& slot) {
+  if (mixer.rotary_dim == 0) return;
+  for (size_t i = 0; i < rotary.size(); ++i) {
+    if (*rotary[i].frequency == mixer.inverse_frequency) slot.rotary = static_cast<int>(i);
+  }
+  if (slot.rotary >= 0) return;
+  const size_t size = static_cast<size_t>(options.most_positions) * mixer.inverse_frequency.size();
+  std::vector<float> cosine(size), sine(size);
+  rotary_tables(mixer.inverse_frequency, 0, options.most_positions, cosine.data(), sine.data(),
+                self.activation);
+  Rotary table{&mixer.inverse_frequency, Buffer(backend, static_cast<int64_t>(size)),
+               Buffer(backend, static_cast<int64_t>(size))};
+  backend.upload(table.cos.data(), cosine.data(), size * sizeof(float));
+  backend.upload(table.sin.data(), sine.data(), size * sizeof(float));
+  slot.rotary = static_cast<int>(rotary.size());
+  rotary.push_back(std::move(table));
+}
+
+void Decoder::Implementation::make_slot(const Branch& branch, int layer, Slot& slot) {
+  slot.shape = state_shape(branch.mixer, layer);
+  const size_t band_rows = static_cast<size_t>(options.rows_per_state);
+  if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
+    PagedKv kv;
+    kv.type = model.options().compute == ComputeType::bf16 ? KvType::bf16 : KvType::fp32;
+    kv.kv_heads = attention->kv_heads;
+    kv.head_dim = attention->head_dim;
+    kv.page = page;
+    kv.table = reinterpret_cast<const int32_t*>(device_table.data());
+    kv.table_stride = table_stride;
+    const size_t bytes = paged_kv_bytes(kv, pages);
+    slot.k = cleared(bytes);
+    slot.v = cleared(bytes);
+    kv.k = slot.k.data();
+    kv.v = slot.v.data();
+    slot.kv = kv;
+    make_rotary(*attention, slot);
+    return;
+  }
+  if (!slot.shape) return;
+  const StateStore::Shape& shape = *slot.shape;
+  const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer);
+  const auto* gated = std::get_if<GdnSpec>(&branch.mixer);
+  const size_t heads = static_cast<size_t>(shape.heads);
+  slot.conv = cleared(static_cast<size_t>(rows) * static_cast<size_t>(shape.conv_kernel - 1) *
+                      static_cast<size_t>(shape.channels) * sizeof(float));
+  for (const Band& band : bands) {
+    BandStates states;
+    states.recurrence_stride = aligned(packed_bytes(*band.plan.recurrence.format, shape.state));
+    states.recurrence = cleared(band_rows * heads * states.recurrence_stride);
+    if (band.plan.read) {
+      states.read_stride = aligned(packed_bytes(*band.plan.read->format, shape.state));
+      states.read = cleared(band_rows * heads * states.read_stride);
+    }
+    const size_t records = band_rows * static_cast<size_t>(band.plan.window);
+    const size_t element = record_bytes(band.records);
+    if (mamba != nullptr) {
+      states.first = cleared(records * element * heads * static_cast<size_t>(mamba->head_dim));
+      states.second = cleared(records * element * static_cast<size_t>(mamba->groups) *
+                              static_cast<size_t>(mamba->state_dim));
+      states.steps = cleared(records * heads * sizeof(float));
+    } else if (gated != nullptr) {
+      const size_t values = heads * static_cast<size_t>(gated->value_dim);
+      states.first = cleared(records * element * static_cast<size_t>(gated->key_heads) *
+                             static_cast<size_t>(gated->key_dim));
+      states.second = cleared(records * element * values);
+      states.corrections = cleared(records * record_bytes(band.plan.ring_u) * values);
+      states.steps = cleared(records * heads * sizeof(float));
+      states.betas = cleared(records * heads * sizeof(float));
+    }
+    slot.bands.push_back(std::move(states));
+  }
+}
+
+Decoder::Implementation::Implementation(const Model& m, DecoderOptions o)
+    : model(m), self(m.implementation()), backend(m.backend()), options(std::move(o)) {
+  if (const auto reason = Decoder::refusal(model, options))
+    throw std::invalid_argument("decoder: " + *reason);
+  if (options.rows_per_state < 1 || options.most_positions < 1 ||
+      options.cache_positions < options.most_positions) {
+    throw std::invalid_argument(
+        "decoder: expected rows_per_state and most_positions of at least 1 and cache_positions of "
+        "at least most_positions, got " +
+        std::to_string(options.rows_per_state) + ", " + std::to_string(options.most_positions) +
+        " and " + std::to_string(options.cache_positions));
+  }
+  for (const StatePrecision& state : options.states) {
+    Band band;
+    band.first = rows;
+    band.plan = head_plan(state);
+    band.records = state.options.ring == RingType::activation && self.activation == WeightType::bf16
+                       ? RecordType::bf16
+                       : RecordType::fp32;
+    bands.push_back(std::move(band));
+    rows += options.rows_per_state;
+  }
+  const size_t count = static_cast<size_t>(rows);
+  inputs.resize(count * (sizeof(int64_t) + 2 * sizeof(int32_t) + sizeof(uint32_t)));
+  positions = reinterpret_cast<int64_t*>(inputs.data());
+  tokens = reinterpret_cast<int32_t*>(positions + count);
+  pending = tokens + count;
+  streams = reinterpret_cast<uint32_t*>(pending + count);
+  std::fill_n(positions, count, -1);
+  device_inputs = Memory(backend, inputs.size());
+  backend.upload(device_inputs.data(), inputs.data(), inputs.size());
+
+  page = static_cast<int>(kKvPage);
+  table_stride = static_cast<int32_t>(pages_for(options.most_positions));
+  pages = pages_for(options.cache_positions) + rows;  // the last page of a row is not full
+  table.assign(count * static_cast<size_t>(table_stride), 0);
+  device_table = cleared(table.size() * sizeof(int32_t));
+  for (int64_t p = pages; p-- > 0;) free_pages.push_back(static_cast<int32_t>(p));
+  row_pages.assign(count, 0);
+  reserved.assign(count, 0);
+
+  size_t most_workspace = 0;
+  for (const Block& block : self.spec.blocks) {
+    std::vector<Slot>& branches = slots.emplace_back(block.branches.size());
+    for (size_t i = 0; i < block.branches.size(); ++i) {
+      make_slot(block.branches[i], block.layer, branches[i]);
+      if (const auto* attention = std::get_if<AttentionSpec>(&block.branches[i].mixer)) {
+        most_workspace =
+            std::max(most_workspace,
+                     paged_attention_workspace(rows, attention->heads, options.most_positions));
+      }
+    }
+  }
+  workspace = Memory(backend, most_workspace);
+  logits = Buffer(backend, int64_t{rows} * self.spec.vocabulary);
+  chosen = cleared(count * (sizeof(int32_t) + sizeof(float)));
+  choices.resize(count);
+  for (int64_t bound = kShortestSteps;; bound *= 2) {
+    const int64_t most = std::min(bound, options.most_positions);
+    steps.push_back(backend.capture([&] { queue_step(most); }));
+    if (most == options.most_positions) break;
+  }
+}
+
+DecodeStates Decoder::Implementation::states_of(const BandStates& states, int heads) const {
+  DecodeStates view;
+  view.recurrence = states.recurrence.data();
+  view.head_stride = states.recurrence_stride;
+  view.row_stride = static_cast<size_t>(heads) * states.recurrence_stride;
+  view.read = states.read.data();
+  view.read_head_stride = states.read_stride;
+  view.read_row_stride = static_cast<size_t>(heads) * states.read_stride;
+  return view;
+}
+
+Buffer Decoder::Implementation::mamba2(const Mamba2Spec& mixer, Slot& slot, const Call& call,
+                                       const float* x) {
+  const StateStore::Shape& shape = *slot.shape;
+  const CudaStream stream = backend.stream();
+  const int64_t inner = int64_t{mixer.heads} * mixer.head_dim;
+  const int64_t group_width = int64_t{mixer.groups} * mixer.state_dim;
+  const int64_t width = mixer.in_proj.weight.rows;
+  const Buffer projected = self.mamba2_inputs(mixer, x, call);
+  // FP32 arrays have room for either type of record.
+  const Buffer xs = self.buffer(rows * inner), bs = self.buffer(rows * group_width),
+               cs = self.buffer(rows * group_width), dt = self.buffer(int64_t{rows} * mixer.heads),
+               narrow = self.buffer(rows * inner);
+  Buffer y = self.buffer(rows * inner);
+  const auto part = [](const Buffer& array, int64_t row, int64_t columns, RecordType type) {
+    return reinterpret_cast<std::byte*>(array.data()) +
+           static_cast<size_t>(row * columns) * record_bytes(type);
+  };
+  for_runs([&](int first, int count, RecordType type) {
+    ConvDecodeStep step;
+    step.rows = count;
+    step.position = on_device(positions) + first;
+    step.x = projected.data() + first * width + inner;
+    step.x_stride = width;
+    step.state = reinterpret_cast<float*>(slot.conv.data()) +
+                 int64_t{first} * (shape.conv_kernel - 1) * shape.channels;
+    step.type = type;
+    step.parts[0] = {part(xs, first, inner, type), static_cast<int>(inner)};
+    step.parts[1] = {part(bs, first, group_width, type), static_cast<int>(group_width)};
+    step.parts[2] = {part(cs, first, group_width, type), static_cast<int>(group_width)};
+    conv_decode_cuda({shape.channels, shape.conv_kernel, self.constant(mixer.conv_weight),
+                      self.constant(mixer.conv_bias), true},
+                     step, stream);
+  });
+  self.mamba2_steps(mixer, projected.data() + inner + shape.channels, width, dt.data(), rows);
+  const Mamba2Layer layer = self.mamba2_layer(mixer, shape.layer);
+  for (size_t b = 0; b < bands.size(); ++b) {
+    const Band& band = bands[b];
+    const BandStates& states = slot.bands[b];
+    Mamba2DecodeStep step;
+    step.activation = band.records;
+    step.x = part(xs, band.first, inner, band.records);
+    step.dt = dt.data() + int64_t{band.first} * mixer.heads;
+    step.b = part(bs, band.first, group_width, band.records);
+    step.c = part(cs, band.first, group_width, band.records);
+    step.y = part(band.records == RecordType::fp32 ? y : narrow, band.first, inner, band.records);
+    step.ring_x = states.first.data();
+    step.ring_dt = reinterpret_cast<float*>(states.steps.data());
+    step.ring_b = states.second.data();
+    mamba2_decode_cuda(layer, band.plan, band_rows(band), states_of(states, mixer.heads), step,
+                       stream);
+  }
+  for_runs([&](int first, int count, RecordType type) {
+    if (type == RecordType::fp32) return;
+    widen_records_cuda(type, part(narrow, first, inner, type), count * inner,
+                       y.data() + first * inner, stream);
+  });
+  return self.mamba2_output(mixer, y, projected, call);
+}
+
+Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call& call,
+                                    const float* x) {
+  const StateStore::Shape& shape = *slot.shape;
+  const CudaStream stream = backend.stream();
+  const int64_t key_width = int64_t{mixer.key_heads} * mixer.key_dim;
+  const int64_t value_width = int64_t{mixer.value_heads} * mixer.value_dim;
+  const Buffer qkv = self.project(mixer.qkv, x, call);
+  const Buffer q = self.buffer(rows * key_width), k = self.buffer(rows * key_width),
+               v = self.buffer(rows * value_width), narrow = self.buffer(rows * value_width);
+  Buffer o = self.buffer(rows * value_width);
+  const auto part = [](const Buffer& array, int64_t row, int64_t columns, RecordType type) {
+    return reinterpret_cast<std::byte*>(array.data()) +
+           static_cast<size_t>(row * columns) * record_bytes(type);
+  };
+  for_runs([&](int first, int count, RecordType type) {
+    ConvDecodeStep step;
+    step.rows = count;
+    step.position = on_device(positions) + first;
+    step.x = qkv.data() + int64_t{first} * shape.channels;
+    step.x_stride = shape.channels;
+    step.state = reinterpret_cast<float*>(slot.conv.data()) +
+                 int64_t{first} * (shape.conv_kernel - 1) * shape.channels;
+    step.type = type;
+    step.parts[0] = {part(q, first, key_width, type), static_cast<int>(key_width)};
+    step.parts[1] = {part(k, first, key_width, type), static_cast<int>(key_width)};
+    step.parts[2] = {part(v, first, value_width, type), static_cast<int>(value_width)};
+    conv_decode_cuda(
+        {shape.channels, shape.conv_kernel, self.constant(mixer.conv_weight), nullptr, true}, step,
+        stream);
+  });
+  const Model::Implementation::GdnScalars scalars = self.gdn_scalars(mixer, x, call);
+  gdn_decay_cuda(scalars.a.data(), self.constant(mixer.a_exp), rows, mixer.value_heads,
+                 scalars.a.data(), stream);
+  const GdnLayer layer = Model::Implementation::gdn_layer(mixer, shape.layer);
+  for (size_t b = 0; b < bands.size(); ++b) {
+    const Band& band = bands[b];
+    const BandStates& states = slot.bands[b];
+    GdnDecodeStep step;
+    step.activation = band.records;
+    step.q = part(q, band.first, key_width, band.records);
+    step.k = part(k, band.first, key_width, band.records);
+    step.v = part(v, band.first, value_width, band.records);
+    step.decay_log2 = scalars.a.data() + int64_t{band.first} * mixer.value_heads;
+    step.beta = scalars.b.data() + int64_t{band.first} * mixer.value_heads;
+    step.o =
+        part(band.records == RecordType::fp32 ? o : narrow, band.first, value_width, band.records);
+    step.ring_k = states.first.data();
+    step.ring_v = states.second.data();
+    step.ring_u = states.corrections.data();
+    step.ring_decay = reinterpret_cast<float*>(states.steps.data());
+    step.ring_beta = reinterpret_cast<float*>(states.betas.data());
+    gdn_decode_cuda(layer, band.plan, band_rows(band), states_of(states, mixer.value_heads), step,
+                    stream);
+  }
+  for_runs([&](int first, int count, RecordType type) {
+    if (type == RecordType::fp32) return;
+    widen_records_cuda(type, part(narrow, first, value_width, type), count * value_width,
+                       o.data() + first * value_width, stream);
+  });
+  return self.gdn_output(mixer, o, x, call);
+}
+
+Buffer Decoder::Implementation::attend(const AttentionSpec& mixer, Slot& slot, const Call& call,
+                                       const float* x, int64_t most_positions) {
+  const CudaStream stream = backend.stream();
+  const int64_t q_width = int64_t{mixer.heads} * mixer.head_dim;
+  const int64_t kv_width = int64_t{mixer.kv_heads} * mixer.head_dim;
+  const Model::Implementation::AttentionInputs in = self.attention_inputs(mixer, x, call);
+  if (slot.rotary >= 0) {
+    const Rotary& table = rotary[static_cast<size_t>(slot.rotary)];
+    rotary_decode_cuda(in.q.data(), q_width, rows, mixer.heads, mixer.head_dim, mixer.rotary_dim,
+                       table.cos.data(), table.sin.data(), on_device(positions), self.activation,
+                       stream);
+    rotary_decode_cuda(in.k.data(), kv_width, rows, mixer.kv_heads, mixer.head_dim,
+                       mixer.rotary_dim, table.cos.data(), table.sin.data(), on_device(positions),
+                       self.activation, stream);
+  }
+  append_paged_cuda(in.k.data(), kv_width, in.v.data(), kv_width, rows, *slot.kv,
+                    on_device(positions), stream);
+  Buffer out = self.buffer(rows * q_width);
+  paged_attention_cuda(in.q.data(), q_width, out.data(), q_width, rows, mixer.heads, *slot.kv,
+                       on_device(positions), most_positions, mixer.scale, workspace.data(), stream);
+  return self.attention_output(mixer, out, in, call);
+}
+
+void Decoder::Implementation::queue_step(int64_t most_positions) {
+  const ModelSpec& spec = self.spec;
+  const int64_t hidden = spec.hidden;
+  ForwardTimes times;
+  Call call;
+  call.tokens = rows;
+  call.form = options.form;
+  call.times = &times;
+  call.ranges.push_back({0, rows});
+  const Buffer residual = self.embed(on_device(tokens), rows);
+  self.layers(call, residual.data(),
+              [&](size_t b, size_t i, const float* x) -> Buffer {
+                const Mixer& mixer = spec.blocks[b].branches[i].mixer;
+                Slot& slot = slots[b][i];
+                if (const auto* mamba = std::get_if<Mamba2Spec>(&mixer))
+                  return mamba2(*mamba, slot, call, x);
+                if (const auto* gated = std::get_if<GdnSpec>(&mixer))
+                  return gdn(*gated, slot, call, x);
+                if (const auto* attention = std::get_if<AttentionSpec>(&mixer))
+                  return attend(*attention, slot, call, x, most_positions);
+                return self.mlp(std::get<MlpSpec>(mixer), x, call);
+              },
+              {});
+  const Buffer out = self.buffer(rows * hidden);
+  self.final_norm(residual.data(), out.data(), rows);
+  self.logits(out.data(), rows, logits.data());
+  auto* token = reinterpret_cast<int32_t*>(chosen.data());
+  choose_greedy_cuda(logits.data(), spec.vocabulary, rows, spec.vocabulary, token,
+                     reinterpret_cast<float*>(token + rows), backend.stream());
+}
+
+void Decoder::Implementation::check_row(int row) const {
+  if (row < 0 || row >= rows) {
+    throw std::invalid_argument("decoder: row " + std::to_string(row) + ", expected 0 to " +
+                                std::to_string(rows - 1));
+  }
+}
+
+// The row's pages reach `positions_` positions from now on.
+void Decoder::Implementation::take_pages(int row, int64_t positions_) {
+  int& held = row_pages[static_cast<size_t>(row)];
+  const int64_t wanted = pages_for(positions_);
+  if (wanted <= held) return;
+  const size_t first = static_cast<size_t>(row) * static_cast<size_t>(table_stride);
+  for (; held < wanted; ++held) {
+    table[first + static_cast<size_t>(held)] = free_pages.back();
+    free_pages.pop_back();
+  }
+  backend.upload(at(device_table, first * sizeof(int32_t)), table.data() + first,
+                 static_cast<size_t>(held) * sizeof(int32_t));
+}
+
+void Decoder::Implementation::admit(int row, const StateSet& from, int from_row) {
+  const size_t band_index = static_cast<size_t>(row / options.rows_per_state);
+  const Band& band = bands[band_index];
+  const size_t local = static_cast<size_t>(row - band.first);
+  const int64_t length = from.position(from_row);
+  take_pages(row, length);
+  int held = 0;
+  std::vector<CopyJob> copies;
+  // Columns of FP32 records into a ring of `type`, [window, columns] a row.
+  const auto fill = [&](const Memory& ring, RecordType type, const float* values, int64_t stride,
+                        int64_t columns) {
+    std::byte* to = at(ring, local * static_cast<size_t>(band.plan.window) *
+                                 static_cast<size_t>(columns) * record_bytes(type));
+    if (type == RecordType::fp32) {
+      copies.push_back({reinterpret_cast<float*>(to), columns, values, stride, held, columns});
+    } else {
+      narrow_cuda(values, stride, held, columns, weight_type(type), to, backend.stream());
+    }
+  };
+  for (size_t b = 0; b < slots.size(); ++b) {
+    for (size_t i = 0; i < slots[b].size(); ++i) {
+      Slot& slot = slots[b][i];
+      const Mixer& mixer = self.spec.blocks[b].branches[i].mixer;
+      if (slot.kv) {
+        const KvStore::Contiguous cache = from.cache(b, i).contiguous(from_row);
+        load_paged_cuda(cache.k, cache.v, length, *slot.kv, row, backend.stream());
+        continue;
+      }
+      if (!slot.shape) continue;
+      const StateStore::Shape& shape = *slot.shape;
+      const StateStore::Contents contents = from.store(b, i).contents(from_row);
+      held = contents.pending;
+      BandStates& states = slot.bands[band_index];
+      const size_t heads = static_cast<size_t>(shape.heads);
+      for (size_t h = 0; h < heads; ++h) {
+        const auto take = [&](const Memory& to, size_t stride, const std::byte* packed,
+                              size_t packed_stride, const StateCodec& codec) {
+          const size_t bytes = packed_bytes(*codec.format, shape.state);
+          copies.push_back({reinterpret_cast<float*>(at(to, (local * heads + h) * stride)), 0,
+                            reinterpret_cast<const float*>(packed + h * packed_stride), 0, 1,
+                            static_cast<int64_t>((bytes + sizeof(float) - 1) / sizeof(float))});
+        };
+        take(states.recurrence, states.recurrence_stride, contents.recurrence,
+             contents.recurrence_stride, band.plan.recurrence);
+        if (band.plan.read)
+          take(states.read, states.read_stride, contents.read, contents.read_stride,
+               *band.plan.read);
+      }
+      const int64_t inputs_kept = int64_t{shape.conv_kernel - 1} * shape.channels;
+      copies.push_back({reinterpret_cast<float*>(slot.conv.data()) + row * inputs_kept, inputs_kept,
+                        contents.conv, inputs_kept, 1, inputs_kept});
+      if (held == 0) continue;
+      if (const auto* mamba = std::get_if<Mamba2Spec>(&mixer)) {
+        const int64_t inner = int64_t{mamba->heads} * mamba->head_dim;
+        fill(states.first, band.records, contents.channels, shape.channels, inner);
+        fill(states.second, band.records, contents.channels + inner, shape.channels,
+             int64_t{mamba->groups} * mamba->state_dim);
+        fill(states.steps, RecordType::fp32, contents.scalars, shape.scalars, mamba->heads);
+      } else {
+        const auto& gated = std::get<GdnSpec>(mixer);
+        const int64_t keys = int64_t{gated.key_heads} * gated.key_dim;
+        const int64_t values = int64_t{gated.value_heads} * gated.value_dim;
+        fill(states.first, band.records, contents.channels + keys, shape.channels, keys);
+        fill(states.second, band.records, contents.channels + 2 * keys, shape.channels, values);
+        fill(states.corrections, band.plan.ring_u, contents.corrections, shape.corrections, values);
+        fill(states.steps, RecordType::fp32, contents.scalars, shape.scalars, gated.value_heads);
+        fill(states.betas, RecordType::fp32, contents.scalars + gated.value_heads, shape.scalars,
+             gated.value_heads);
+      }
+    }
+  }
+  backend.copy(copies);
+  positions[row] = length;
+  pending[row] = held;
+  streams[row] = from.row(from_row).stream;
+}
+
+std::optional<std::string> Decoder::refusal(const Model& model, const DecoderOptions& options) {
+  if (!model.backend().on_device()) return "the model runs on the host";
+  if (options.states.empty()) return "no states";
+  if (options.form != KernelForm::fast) return "kernels: reference";
+  for (const Block& block : model.spec().blocks) {
+    for (const Branch& branch : block.branches) {
+      if (std::holds_alternative<MoeSpec>(branch.mixer)) return "experts are chosen on the host";
+    }
+  }
+  for (const StatePrecision& state : options.states) {
+    if (!state.whole_model()) return state.name + ": a selection of layers or heads";
+    if (state.recurrence.format->library != nullptr ||
+        (state.read && state.read->format->library != nullptr)) {
+      return state.name + ": a library's codec";
+    }
+  }
+  return std::nullopt;
+}
+
+Decoder::Decoder(const Model& model, DecoderOptions options)
+    : implementation_(std::make_unique<Implementation>(model, std::move(options))) {}
+
+Decoder::~Decoder() = default;
+
+int Decoder::rows() const { return implementation_->rows; }
+
+int Decoder::free_row(int state) const {
+  const Implementation& d = *implementation_;
+  for (int r = 0; r < d.options.rows_per_state; ++r) {
+    const int row = state * d.options.rows_per_state + r;
+    if (d.positions[row] < 0) return row;
+  }
+  return -1;
+}
+
+bool Decoder::has_room(int64_t positions) const {
+  const Implementation& d = *implementation_;
+  return d.pages_set_aside + d.pages_for(positions) <= d.pages;
+}
+
+void Decoder::admit(int row, const StateSet& from, int from_row, int64_t reserved) {
+  Implementation& d = *implementation_;
+  d.check_row(row);
+  if (d.positions[row] >= 0 || reserved > d.options.most_positions ||
+      from.position(from_row) > reserved || !has_room(reserved)) {
+    throw std::invalid_argument(
+        "decoder: row " + std::to_string(row) + ", " + std::to_string(reserved) +
+        " positions: expected a free row, " + std::to_string(from.position(from_row)) + " to " +
+        std::to_string(d.options.most_positions) + " positions and room for them");
+  }
+  d.pages_set_aside += d.pages_for(reserved);
+  d.reserved[static_cast<size_t>(row)] = reserved;
+  d.admit(row, from, from_row);
+}
+
+void Decoder::release(int row) {
+  Implementation& d = *implementation_;
+  d.check_row(row);
+  if (d.positions[row] < 0) return;
+  const size_t r = static_cast<size_t>(row);
+  for (int p = 0; p < d.row_pages[r]; ++p) {
+    d.free_pages.push_back(
+        d.table[r * static_cast<size_t>(d.table_stride) + static_cast<size_t>(p)]);
+  }
+  d.pages_set_aside -= d.pages_for(d.reserved[r]);
+  d.row_pages[r] = 0;
+  d.reserved[r] = 0;
+  d.positions[row] = -1;
+  d.pending[row] = 0;
+}
+
+int64_t Decoder::position(int row) const {
+  implementation_->check_row(row);
+  return implementation_->positions[row];
+}
+
+std::span<const Decoder::Choice> Decoder::step(std::span<const int32_t> tokens) {
+  Implementation& d = *implementation_;
+  const int vocabulary = d.self.spec.vocabulary;
+  if (static_cast<int>(tokens.size()) != d.rows) {
+    throw std::invalid_argument("decoder: " + std::to_string(tokens.size()) + " tokens, expected " +
+                                std::to_string(d.rows));
+  }
+  int64_t longest = 0;
+  for (int r = 0; r < d.rows; ++r) {
+    const int64_t position = d.positions[r];
+    d.tokens[r] = 0;
+    if (position < 0) continue;
+    const int32_t token = tokens[static_cast<size_t>(r)];
+    if (token < 0 || token >= vocabulary || position >= d.reserved[static_cast<size_t>(r)]) {
+      throw std::invalid_argument("decoder: row " + std::to_string(r) + ", token " +
+                                  std::to_string(token) + " at position " +
+                                  std::to_string(position) + ": expected 0 to " +
+                                  std::to_string(vocabulary - 1) + " below position " +
+                                  std::to_string(d.reserved[static_cast<size_t>(r)]));
+    }
+    d.tokens[r] = token;
+    d.take_pages(r, position + 1);
+    longest = std::max(longest, position + 1);
+  }
+  d.backend.upload(d.device_inputs.data(), d.inputs.data(), d.inputs.size());
+  size_t graph = 0;
+  while (graph + 1 < d.steps.size() && longest > kShortestSteps << graph) ++graph;
+  d.steps[graph]->run();
+  const size_t count = static_cast<size_t>(d.rows);
+  std::vector<std::byte> host(count * (sizeof(int32_t) + sizeof(float)));
+  d.backend.download(host.data(), d.chosen.data(), host.size());
+  const auto* token = reinterpret_cast<const int32_t*>(host.data());
+  const auto* margin = reinterpret_cast<const float*>(token + count);
+  for (size_t r = 0; r < count; ++r) d.choices[r] = {token[r], margin[r]};
+  for (int r = 0; r < d.rows; ++r) {
+    if (d.positions[r] < 0) continue;
+    const int window = d.bands[static_cast<size_t>(r / d.options.rows_per_state)].plan.window;
+    d.positions[r] += 1;
+    d.pending[r] = (d.pending[r] + 1) % window;
+  }
+  return d.choices;
+}
+
+void Decoder::logits(int row, float* out) const {
+  const Implementation& d = *implementation_;
+  d.check_row(row);
+  const int64_t vocabulary = d.self.spec.vocabulary;
+  d.backend.download(out, d.logits.data() + row * vocabulary,
+                     static_cast<size_t>(vocabulary) * sizeof(float));
+}
+
+int64_t Decoder::bytes() const { return implementation_->held_bytes; }
+
+std::vector<std::byte> Decoder::packed(int layer, int row, StateRole role) const {
+  const Implementation& d = *implementation_;
+  d.check_row(row);
+  const size_t band = static_cast<size_t>(row / d.options.rows_per_state);
+  for (const std::vector<Slot>& branches : d.slots) {
+    for (const Slot& slot : branches) {
+      if (!slot.shape || slot.shape->layer != layer) continue;
+      const BandStates& states = slot.bands[band];
+      const HeadPlan& plan = d.bands[band].plan;
+      const bool read = role == StateRole::read && plan.read;
+      const size_t bytes =
+          packed_bytes(*(read ? *plan.read : plan.recurrence).format, slot.shape->state);
+      const size_t stride = read ? states.read_stride : states.recurrence_stride;
+      const size_t heads = static_cast<size_t>(slot.shape->heads);
+      std::vector<std::byte> all(heads * bytes);
+      for (size_t h = 0; h < heads; ++h) {
+        d.backend.download(
+            all.data() + h * bytes,
+            at(read ? states.read : states.recurrence,
+               (static_cast<size_t>(row - d.bands[band].first) * heads + h) * stride),
+            bytes);
+      }
+      return all;
+    }
+  }
+  throw std::invalid_argument("decoder: layer " + std::to_string(layer) + " has no state");
+}
+
+}  // namespace replayeval
