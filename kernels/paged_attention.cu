@@ -1,7 +1,8 @@
 // Two launches. First the scores: a warp takes tiles of 32 positions of a row and KV head, a
 // position a lane, for all queries of that head. Then the weights and values: a warp walks over the
-// pages of a row and KV head in turn with 128 bytes of channels, which lie in its lanes' registers.
-// Warps fetch their pieces of K and V, 32 positions by 128 bytes, ahead and wait for nobody else.
+// pages of a row and KV head in turn with 128 bytes of channels, which lie in its lanes' registers;
+// the warps of one head share the weights. Warps fetch their pieces of K and V ahead, 32 positions
+// by 128 bytes, which lie together in a page.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -18,20 +19,20 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kPage = static_cast<int>(kKvPage);  // of the order of sums
+constexpr int kPiece = 128;                       // bytes of a position that lie together
 constexpr int kTile = 32;                         // positions
-constexpr int kPieceBytes = 128;                  // of a position
-constexpr int kKeyRow = kPieceBytes + 16;         // in shared memory: eight rows touch every bank
-constexpr int kKeyStages = 3;
-constexpr int kValueStages = 4;
+constexpr int kKeyRow = kPiece + 16;  // in shared memory: eight rows touch every bank once
+constexpr int kStages = 2;
 constexpr int kMostQueries = 8;  // of a KV head at once
+
+/// Blocks of a multiprocessor: what registers are cut to.
+constexpr int blocks_for(int queries) { return queries > 6 ? 4 : 5; }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int element_bytes(KvType type) { return type == KvType::bf16 ? 2 : 4; }
 
 template <KvType Type>
 constexpr int kElement = Type == KvType::bf16 ? 2 : 4;
-template <KvType Type>
-constexpr int kPieceElements = kPieceBytes / kElement<Type>;
 
 /// PagedKv for a kernel.
 struct Pool {
@@ -43,10 +44,17 @@ struct Pool {
   __device__ int64_t page_entry(int row, int64_t position) const {
     return int64_t{row} * table_stride + (position >> page_shift);
   }
-  /// Bytes from the start of k or v to a position of a KV head in page `page` of the pool.
-  __device__ int64_t offset(int32_t page, int kv_head, int64_t position) const {
-    const int64_t first = (int64_t{page} * kv_heads + kv_head) << page_shift;
-    return (first + (position & ((int64_t{1} << page_shift) - 1))) * row_bytes;
+  __device__ int64_t mask() const { return (int64_t{1} << page_shift) - 1; }
+  /// Bytes from the start of k or v to a KV head in page `page` of the pool.
+  __device__ int64_t head_offset(int32_t page, int kv_head) const {
+    return (int64_t{page} * kv_heads + kv_head) * row_bytes << page_shift;
+  }
+  __device__ int piece_bytes(int piece) const { return min(kPiece, row_bytes - piece * kPiece); }
+  /// Bytes from there to byte `at` of a position.
+  __device__ int64_t byte_offset(int64_t position, int at) const {
+    const int piece = at / kPiece;
+    return (int64_t{piece * kPiece} << page_shift) + (position & mask()) * piece_bytes(piece) +
+           at % kPiece;
   }
 };
 
@@ -61,9 +69,9 @@ struct Call {
   float scale;
 };
 
-/// Pieces of a row and KV head on their way to shared memory: tiles first, first + step, ... and
-/// of each its pieces [begin, end) of 128 bytes a position.
-template <int kStages, int kRowBytes>
+/// Pieces of a row and KV head on their way to shared memory: tiles first, first + step, ... and of
+/// each its pieces [begin, end).
+template <int kRow>
 struct Fetch {
   const Pool& pool;
   const char* data;
@@ -71,30 +79,32 @@ struct Fetch {
   int row, kv_head, tile, step, tiles, begin, end, lane;
   int64_t last;  // position that the row has reached
   int piece = 0, slot = 0;
-  const char* from = nullptr;
+  const char* head = nullptr;
   int32_t page = 0;  // of `tile`
 
   __device__ void start() {
     piece = begin;
     if (tile < tiles) page = pool.table[pool.page_entry(row, int64_t{tile} * kTile)];
+    for (int i = 0; i < kStages - 1; ++i) next();
   }
-  __device__ char* stage(int index) const { return stages + index * kTile * kRowBytes; }
+  __device__ char* stage(int index) const { return stages + index * kTile * kRow; }
   __device__ void next() {
     if (tile < tiles) {
       const int64_t first = int64_t{tile} * kTile;
       if (piece == begin) {
-        from = data + pool.offset(page, kv_head, first);
+        head = data + pool.head_offset(page, kv_head);
         if (tile + step < tiles)
           page = pool.table[pool.page_entry(row, int64_t{tile + step} * kTile)];
       }
-      const int chunk = lane % 8 * 16, at = piece * kPieceBytes + chunk;
-      if (at < pool.row_bytes) {
-        char* to = stage(slot) + chunk;
+      constexpr int kChunks = kPiece / 16, kRows = 32 / kChunks;
+      const int chunk = lane % kChunks * 16, bytes = pool.piece_bytes(piece);
+      const char* from = head + pool.byte_offset(first, piece * kPiece) + chunk;
+      char* to = stage(slot) + chunk;
+      if (chunk < bytes) {
 #pragma unroll
-        for (int i = 0; i < kTile / 4; ++i) {
-          const int r = i * 4 + lane / 8;
-          if (first + r <= last)
-            copy_behind(to + r * kRowBytes, from + int64_t{r} * pool.row_bytes + at, 16);
+        for (int i = 0; i < kTile / kRows; ++i) {
+          const int r = i * kRows + lane / kChunks;
+          if (first + r <= last) copy_behind(to + r * kRow, from + r * bytes, 16);
         }
       }
       if (++piece == end) {
@@ -115,7 +125,8 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) {
 /// kQueries of a KV head (the last ones again where there are no more) against the tiles that are
 /// this warp's.
 template <KvType Type, int kQueries>
-__global__ void __launch_bounds__(kThreads, 3) score_tiles(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kThreads, blocks_for(kQueries))
+    score_tiles(const __grid_constant__ Call call) {
   const Pool& pool = call.pool;
   const int row = static_cast<int>(blockIdx.z);
   const int64_t last = pool.position[row];
@@ -124,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 3) score_tiles(const __grid_constant
   if (static_cast<int>(blockIdx.x) * kWarps >= tiles) return;
   extern __shared__ float4 memory[];
   float* queries = reinterpret_cast<float*>(memory);
-  constexpr int kUnit = 16 / kElement<Type>;
+  constexpr int kUnit = 16 / kElement<Type>, kElements = kPiece / kElement<Type>;
   const int head_dim = pool.head_dim, query_floats = (head_dim + 7) / 8 * 8;
   const int chunks = (call.group + kQueries - 1) / kQueries;
   const int kv_head = static_cast<int>(blockIdx.y) / chunks;
@@ -133,13 +144,12 @@ __global__ void __launch_bounds__(kThreads, 3) score_tiles(const __grid_constant
 
   const int first_tile = static_cast<int>(blockIdx.x) * kWarps + warp;
   const int step = static_cast<int>(gridDim.x) * kWarps;
-  const int pieces = (pool.row_bytes + kPieceBytes - 1) / kPieceBytes;
-  char* stages = reinterpret_cast<char*>(queries + kQueries * query_floats) +
-                 warp * kKeyStages * kTile * kKeyRow;
-  Fetch<kKeyStages, kKeyRow> fetch{pool, pool.k, stages, row,    kv_head, first_tile,
-                                   step, tiles,  0,      pieces, lane,    last};
+  const int pieces = (pool.row_bytes + kPiece - 1) / kPiece;
+  char* stages =
+      reinterpret_cast<char*>(queries + kQueries * query_floats) + warp * kStages * kTile * kKeyRow;
+  Fetch<kKeyRow> fetch{pool, pool.k, stages, row,    kv_head, first_tile,
+                       step, tiles,  0,      pieces, lane,    last};
   fetch.start();
-  for (int i = 0; i < kKeyStages - 1; ++i) fetch.next();
 
   const float* q = call.q + row * call.q_stride + int64_t{kv_head} * call.group * head_dim;
   for (int i = static_cast<int>(threadIdx.x); i < kQueries * query_floats; i += kThreads) {
@@ -152,27 +162,24 @@ __global__ void __launch_bounds__(kThreads, 3) score_tiles(const __grid_constant
   for (int tile = first_tile; tile < tiles; tile += step) {
     float sums[kQueries] = {};
     for (int piece = 0; piece < pieces; ++piece) {
-      wait_copies<kKeyStages - 2>();
+      wait_copies<kStages - 2>();
       __syncwarp();
       const char* key = fetch.stage(slot) + lane * kKeyRow;
-      slot = slot + 1 == kKeyStages ? 0 : slot + 1;
+      slot = slot + 1 == kStages ? 0 : slot + 1;
       fetch.next();
-      const float* own = queries + piece * kPieceElements<Type>;
+      const float* own = queries + piece * kElements;
       const auto unit = [&](int c) {
         const uint4 u = *reinterpret_cast<const uint4*>(key + c * kElement<Type>);
+        const uint32_t words[4] = {u.x, u.y, u.z, u.w};
         float k[kUnit];
-        if constexpr (Type == KvType::bf16) {
-          const uint32_t pairs[4] = {u.x, u.y, u.z, u.w};
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            k[2 * e] = low_bf16(pairs[e]);
-            k[2 * e + 1] = high_bf16(pairs[e]);
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (Type == KvType::bf16) {
+            k[2 * e] = low_bf16(words[e]);
+            k[2 * e + 1] = high_bf16(words[e]);
+          } else {
+            k[e] = __uint_as_float(words[e]);
           }
-        } else {
-          k[0] = __uint_as_float(u.x);
-          k[1] = __uint_as_float(u.y);
-          k[2] = __uint_as_float(u.z);
-          k[3] = __uint_as_float(u.w);
         }
 #pragma unroll
         for (int e = 0; e < kUnit; e += 4) {
@@ -187,10 +194,10 @@ __global__ void __launch_bounds__(kThreads, 3) score_tiles(const __grid_constant
           }
         }
       };
-      const int n = min(kPieceElements<Type>, head_dim - piece * kPieceElements<Type>);
-      if (n == kPieceElements<Type>) {
+      const int n = min(kElements, head_dim - piece * kElements);
+      if (n == kElements) {
 #pragma unroll 4
-        for (int c = 0; c < kPieceElements<Type>; c += kUnit) unit(c);
+        for (int c = 0; c < kElements; c += kUnit) unit(c);
         continue;
       }
       int c = 0;
@@ -221,22 +228,62 @@ __global__ void __launch_bounds__(kThreads, 3) score_tiles(const __grid_constant
   wait_copies<0>();
 }
 
-/// Weights of a position in shared memory, padded for loads of 16 bytes.
+/// The weights of a page in shared memory: for each four queries (and the 1 to 3 that are left) a
+/// block [positions, kWidth], for loads of up to 16 bytes.
 template <int kQueries>
-constexpr int kWeightRow = kQueries <= 2   ? kQueries
-                           : kQueries <= 4 ? 4
-                                           : 8;
+struct PageWeights {
+  float data[kQueries % 4 == 3 ? (kQueries + 1) * kPage : kQueries * kPage];
+  float factors[kMostQueries];  // for what was summed before
 
-/// Row, KV head, kQueries of it and 128 bytes of channels: a warp for each, neighbours in channels
+  static constexpr int width(int query) {
+    const int left = kQueries - query / 4 * 4;
+    return left >= 3 ? 4 : left;
+  }
+  __device__ float* block(int query) { return data + query / 4 * 4 * kPage; }
+  __device__ void put(int query, int position, float weight) {
+    block(query)[position * width(query) + query % 4] = weight;
+  }
+  __device__ void get(int position, float (&w)[kQueries]) {
+#pragma unroll
+    for (int i = 0; i < kQueries; i += 4) {
+      const float* from = block(i) + position * width(i);
+      if constexpr (kQueries == 3 || kQueries == 7) {
+        const Quad quad = load_quad(from, 4, true);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (i + e < kQueries) w[i + e] = quad.v[e];
+        }
+      } else if (width(i) == 4) {
+        const Quad quad = load_quad(from, 4, true);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) w[i + e] = quad.v[e];
+      } else if (width(i) == 2) {
+        const float2 pair = *reinterpret_cast<const float2*>(from);
+        w[i] = pair.x;
+        w[i + 1] = pair.y;
+      } else {
+        w[i] = *from;
+      }
+    }
+  }
+};
+
+/// Warps with neighbouring pieces of a row and KV head share its weights.
+__host__ __device__ constexpr int team_of(int pieces) {
+  return pieces % kWarps == 0 ? kWarps : pieces % 2 == 0 ? 2 : 1;
+}
+
+/// Row, KV head, kQueries of it and a piece of its channels: a warp for each, neighbouring pieces
 /// side by side.
 template <KvType Type, int kQueries>
-__global__ void __launch_bounds__(kThreads, 3) walk_pages(const __grid_constant__ Call call) {
-  constexpr int kOwn = 4 / kElement<Type>;  // channels of a lane
-  constexpr int kRow = kWeightRow<kQueries>;
+__global__ void __launch_bounds__(kThreads, blocks_for(kQueries))
+    walk_pages(const __grid_constant__ Call call) {
+  constexpr int kElements = kPiece / kElement<Type>, kOwn = kElements / 32;  // of a lane
   const Pool& pool = call.pool;
   const int head_dim = pool.head_dim, group = call.group;
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-  const int pieces = (pool.row_bytes + kPieceBytes - 1) / kPieceBytes;
+  const int pieces = (pool.row_bytes + kPiece - 1) / kPiece;
+  const int team = team_of(pieces), member = warp % team;
   const int chunks = (group + kQueries - 1) / kQueries;
   int64_t unit = int64_t{blockIdx.x} * kWarps + warp;
   const int piece = static_cast<int>(unit % pieces);
@@ -249,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, 3) walk_pages(const __grid_constant_
   const int64_t last = pool.position[row];
   if (last < 0) return;
 
-  const int channel = piece * kPieceElements<Type> + lane * kOwn;
+  const int channel = piece * kElements + lane * kOwn;
   const int64_t first_head = int64_t{kv_head} * group + first_query;
   const auto write = [&](int query, int c, float value) {
     if (first_query + query < group && channel + c < head_dim)
@@ -265,31 +312,70 @@ __global__ void __launch_bounds__(kThreads, 3) walk_pages(const __grid_constant_
   }
 
   extern __shared__ float4 memory[];
-  constexpr int kWarpBytes = kValueStages * kTile * kPieceBytes + kPage * kRow * 4;
-  char* stages = reinterpret_cast<char*>(memory) + warp * kWarpBytes;
-  float* weights = reinterpret_cast<float*>(stages + kValueStages * kTile * kPieceBytes);
+  char* stages = reinterpret_cast<char*>(memory) + warp * kStages * kTile * kPiece;
+  PageWeights<kQueries>* shared =
+      reinterpret_cast<PageWeights<kQueries>*>(reinterpret_cast<char*>(memory) +
+                                               kWarps * kStages * kTile * kPiece) +
+      warp / team * 2;
+  const auto wait_for_team = [&] {
+    if (team == 1) {
+      __syncwarp();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / team), "r"(32 * team) : "memory");
+    }
+  };
   const int tiles = static_cast<int>(last / kTile) + 1;
-  Fetch<kValueStages, kPieceBytes> fetch{pool, pool.v, stages, row,       kv_head, 0,
-                                         1,    tiles,  piece,  piece + 1, lane,    last};
+  Fetch<kPiece> fetch{pool, pool.v, stages, row,       kv_head, 0,
+                      1,    tiles,  piece,  piece + 1, lane,    last};
   fetch.start();
-  for (int i = 0; i < kValueStages - 1; ++i) fetch.next();
 
+  // Of the queries member, member + team, ...
   const float* scores = call.scores + (int64_t{row} * call.heads + first_head) * call.positions;
-  float next[kQueries][2];
+  float next[kQueries][2], maximum[kQueries], total[kQueries];  // total: of lane % 16
   const auto fetch_scores = [&](int64_t first) {
 #pragma unroll
-    for (int i = 0; i < kQueries; ++i) {
+    for (int n = 0; n < kQueries; ++n) {
+      const int query = member + n * team;
+      if (query >= kQueries) break;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int64_t position = first + 32 * h + lane;
-        next[i][h] = position <= last && first_query + i < group
-                         ? scores[i * call.positions + position]
+        next[n][h] = position <= last && first_query + query < group
+                         ? scores[query * call.positions + position]
                          : -INFINITY;
       }
     }
   };
-  fetch_scores(0);
-  float maximum[kQueries], total[kQueries], sums[kQueries][kOwn];  // total: of lane % 16
+  const auto weigh = [&](int page) {
+    PageWeights<kQueries>& to = shared[page % 2];
+#pragma unroll
+    for (int n = 0; n < kQueries; ++n) {
+      const int query = member + n * team;
+      if (query >= kQueries) break;
+      const float s[2] = {next[n][0], next[n][1]};
+      float largest = s[0] > -INFINITY ? s[0] : -INFINITY;
+      largest = s[1] > largest ? s[1] : largest;
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, largest, distance);
+        largest = other > largest ? other : largest;
+      }
+      const float old = maximum[n];
+      maximum[n] = largest > old ? largest : old;
+      // Without a finite score so far, subtracting 0 keeps the weights at 0.
+      const float subtract = maximum[n] == -INFINITY ? 0.0F : maximum[n];
+      const float low = exp_ordered(s[0] - subtract), high = exp_ordered(s[1] - subtract);
+      const float factor = exp_ordered(old - subtract);
+      const float added = (low + __shfl_xor_sync(0xFFFFFFFFu, low, 16)) +
+                          (high + __shfl_xor_sync(0xFFFFFFFFu, high, 16));
+      total[n] = __fmaf_rn(total[n], factor, added);
+      to.put(query, lane, low);
+      to.put(query, 32 + lane, high);
+      if (lane == 0) to.factors[query] = factor;
+    }
+    if (int64_t{page + 1} * kPage <= last) fetch_scores(int64_t{page + 1} * kPage);
+  };
+  float sums[kQueries][kOwn];
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {
     maximum[i] = -INFINITY;
@@ -297,61 +383,31 @@ __global__ void __launch_bounds__(kThreads, 3) walk_pages(const __grid_constant_
 #pragma unroll
     for (int c = 0; c < kOwn; ++c) sums[i][c] = 0;
   }
+  fetch_scores(0);
+  weigh(0);
 
-  int slot = 0;
+  int slot = 0, page = 0;
   for (int tile = 0; tile < tiles; ++tile) {
-    if (tile % 2 == 0) {
-      float weight[kRow][2] = {};
+    page = tile * kTile / kPage;
+    if (tile * kTile % kPage == 0) {
+      // The team has written this page's weights, and is done with those before.
+      wait_for_team();
+      if (int64_t{page + 1} * kPage <= last) weigh(page + 1);
 #pragma unroll
       for (int i = 0; i < kQueries; ++i) {
-        const float s[2] = {next[i][0], next[i][1]};
-        float largest = s[0] > -INFINITY ? s[0] : -INFINITY;
-        largest = s[1] > largest ? s[1] : largest;
 #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-          const float other = __shfl_xor_sync(0xFFFFFFFFu, largest, distance);
-          largest = other > largest ? other : largest;
-        }
-        const float old = maximum[i];
-        maximum[i] = largest > old ? largest : old;
-        // Without a finite score so far, subtracting 0 keeps the weights at 0.
-        const float subtract = maximum[i] == -INFINITY ? 0.0F : maximum[i];
-        const float low = exp_ordered(s[0] - subtract), high = exp_ordered(s[1] - subtract);
-        const float factor = exp_ordered(old - subtract);
-        const float added = (low + __shfl_xor_sync(0xFFFFFFFFu, low, 16)) +
-                            (high + __shfl_xor_sync(0xFFFFFFFFu, high, 16));
-        total[i] = __fmaf_rn(total[i], factor, added);
-#pragma unroll
-        for (int c = 0; c < kOwn; ++c) sums[i][c] *= factor;
-        weight[i][0] = low;
-        weight[i][1] = high;
+        for (int c = 0; c < kOwn; ++c) sums[i][c] *= shared[page % 2].factors[i];
       }
-      __syncwarp();
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float* to = weights + (32 * h + lane) * kRow;
-        if constexpr (kRow >= 4) {
-#pragma unroll
-          for (int i = 0; i < kRow; i += 4) {
-            store_quad(to + i,
-                       Quad{{weight[i][h], weight[i + 1][h], weight[i + 2][h], weight[i + 3][h]}},
-                       4, true);
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kRow; ++i) to[i] = weight[i][h];
-        }
-      }
-      if (tile + 2 < tiles) fetch_scores(int64_t{tile + 2} * kTile);
     }
-    wait_copies<kValueStages - 2>();
+    wait_copies<kStages - 2>();
     __syncwarp();
     const char* values = fetch.stage(slot) + lane * 4;
-    slot = slot + 1 == kValueStages ? 0 : slot + 1;
+    slot = slot + 1 == kStages ? 0 : slot + 1;
     fetch.next();
-    const float* own = weights + tile % 2 * kTile * kRow;
+    PageWeights<kQueries>& weights = shared[page % 2];
+    const int first = tile * kTile % kPage;
     const auto add = [&](int j) {
-      const uint32_t bits = *reinterpret_cast<const uint32_t*>(values + j * kPieceBytes);
+      const uint32_t bits = *reinterpret_cast<const uint32_t*>(values + j * kPiece);
       float v[kOwn];
       if constexpr (Type == KvType::bf16) {
         v[0] = low_bf16(bits);
@@ -360,21 +416,7 @@ __global__ void __launch_bounds__(kThreads, 3) walk_pages(const __grid_constant_
         v[0] = __uint_as_float(bits);
       }
       float w[kQueries];
-#pragma unroll
-      for (int i = 0; i < kQueries; i += 4) {
-        if (i + 2 < kQueries) {
-          const Quad quad = load_quad(own + j * kRow + i, 4, true);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (i + e < kQueries) w[i + e] = quad.v[e];
-          }
-        } else {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (i + e < kQueries) w[i + e] = own[j * kRow + i + e];
-          }
-        }
-      }
+      weights.get(first + j, w);
 #pragma unroll
       for (int i = 0; i < kQueries; ++i) {
 #pragma unroll
@@ -384,18 +426,27 @@ __global__ void __launch_bounds__(kThreads, 3) walk_pages(const __grid_constant_
     // Values that the query does not see are never multiplied by anything: they may hold NaN.
     const int64_t seen = last + 1 - int64_t{tile} * kTile;
     if (seen >= kTile) {
-#pragma unroll 8
+#pragma unroll(kQueries == 1 ? kTile : 8)
       for (int j = 0; j < kTile; ++j) add(j);
     } else {
       for (int j = 0; j < static_cast<int>(seen); ++j) add(j);
     }
   }
   wait_copies<0>();
+
+  float* divisors = shared[(page + 1) % 2].factors;
+#pragma unroll
+  for (int n = 0; n < kQueries; ++n) {
+    const int query = member + n * team;
+    if (query >= kQueries) break;
+    const float divisor = sum_over_sixteen(total[n], 0xFFFFFFFFu);
+    if (lane == 0) divisors[query] = divisor;
+  }
+  wait_for_team();
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {
-    const float divisor = sum_over_sixteen(total[i], 0xFFFFFFFFu);
 #pragma unroll
-    for (int c = 0; c < kOwn; ++c) write(i, c, sums[i][c] / divisor);
+    for (int c = 0; c < kOwn; ++c) write(i, c, sums[i][c] / divisors[i]);
   }
 }
 
@@ -417,11 +468,12 @@ __global__ void __launch_bounds__(kThreads)
   const int n = min(4, pool.head_dim - c);
   const Quad value = load_quad(from, n, vector);
   char* to = (blockIdx.z == 0 ? pool.k : pool.v) +
-             pool.offset(pool.table[pool.page_entry(row, position)], kv_head, position);
+             pool.head_offset(pool.table[pool.page_entry(row, position)], kv_head) +
+             pool.byte_offset(position, c * (type == KvType::fp32 ? 4 : 2));
   if (type == KvType::fp32) {
-    store_quad(reinterpret_cast<float*>(to) + c, value, n, true);
+    store_quad(reinterpret_cast<float*>(to), value, n, true);
   } else {
-    store_quad<WeightType::bf16>(reinterpret_cast<uint16_t*>(to) + c, value, n, true);
+    store_quad<WeightType::bf16>(reinterpret_cast<uint16_t*>(to), value, n, true);
   }
 }
 
@@ -436,8 +488,9 @@ __global__ void __launch_bounds__(kThreads)
   if (position >= positions) return;
   const int kv_head = static_cast<int>(head % pool.kv_heads);
   char* to = (blockIdx.y == 0 ? pool.k : pool.v) +
-             pool.offset(pool.table[pool.page_entry(row, position)], kv_head, position);
-  reinterpret_cast<Unit*>(to)[index % head_units] = (blockIdx.y == 0 ? k : v)[index];
+             pool.head_offset(pool.table[pool.page_entry(row, position)], kv_head) +
+             pool.byte_offset(position, static_cast<int>(index % head_units * sizeof(Unit)));
+  *reinterpret_cast<Unit*>(to) = (blockIdx.y == 0 ? k : v)[index];
 }
 
 // ---------------------------------------------------------------- launches
@@ -526,7 +579,7 @@ void launch(const Call& call, int multiprocessors, cudaStream_t stream) {
         std::clamp<int64_t>(ceil_div(int64_t{32} * multiprocessors, heads * chunks), 1,
                             ceil_div(call.most_positions, kTile * kWarps));
     const size_t shared = static_cast<size_t>(kQueries * ((pool.head_dim + 7) / 8 * 8) * 4 +
-                                              kWarps * kKeyStages * kTile * kKeyRow);
+                                              kWarps * kStages * kTile * kKeyRow);
     const auto kernel = score_tiles<Type, kQueries>;
     allow_shared(kernel, shared);
     kernel<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(pool.kv_heads * chunks),
@@ -535,18 +588,19 @@ void launch(const Call& call, int multiprocessors, cudaStream_t stream) {
     CUDA_CHECK(cudaGetLastError());
   });
   // Few rows: fewer queries a warp, so that more of them share the walk.
-  const int64_t pieces = ceil_div(pool.row_bytes, kPieceBytes);
+  const int64_t pieces = ceil_div(pool.row_bytes, kPiece);
   int64_t chunks = least_chunks;
   while (chunks < call.group && heads * pieces * chunks < int64_t{4} * multiprocessors)
     chunks = std::min<int64_t>(2 * chunks, call.group);
   with_queries(static_cast<int>(ceil_div(call.group, chunks)), [&](auto queries) {
     constexpr int kQueries = queries();
     const int64_t warps = heads * pieces * ceil_div(call.group, kQueries);
-    constexpr size_t kShared =
-        size_t{kWarps} * (kValueStages * kTile * kPieceBytes + kPage * kWeightRow<kQueries> * 4);
+    const size_t shared = size_t{kWarps} * kStages * kTile * kPiece +
+                          static_cast<size_t>(kWarps / team_of(static_cast<int>(pieces)) * 2) *
+                              sizeof(PageWeights<kQueries>);
     const auto kernel = walk_pages<Type, kQueries>;
-    allow_shared(kernel, kShared);
-    kernel<<<static_cast<unsigned>(ceil_div(warps, kWarps)), kThreads, kShared, stream>>>(call);
+    allow_shared(kernel, shared);
+    kernel<<<static_cast<unsigned>(ceil_div(warps, kWarps)), kThreads, shared, stream>>>(call);
     CUDA_CHECK(cudaGetLastError());
   });
 }

@@ -13,11 +13,12 @@
 
 namespace replayeval {
 
-/// Keys and values of all rows of one layer. `k`, `v` [pages of the pool, kv_heads, page, row of
-/// head_dim elements of `type`, padded with anything to a multiple of 16 bytes], both on multiples
-/// of 16 bytes: paged_kv_bytes(kv, pages) bytes each. Position p of row r lies in page
-/// table[r * table_stride + p / page] of the pool; entries of positions that a row has not reached
-/// are never read. Layers of one shape may share a table, each with its own pool.
+/// Keys and values of all rows of one layer: pools `k` and `v` of paged_kv_bytes(kv, pages) bytes
+/// each, on multiples of 16 bytes. A page holds, for one KV head after the other, panels of 128
+/// bytes of every position (the last panel narrower); head_dim elements of `type` are padded to a
+/// multiple of 16 bytes. Position p of row r lies in page table[r * table_stride + p / page] of the
+/// pool; entries of positions that a row has not reached are never read. Layers of one shape may
+/// share a table, each with its own pools.
 struct PagedKv {
   void* k = nullptr;
   void* v = nullptr;
