@@ -1,8 +1,10 @@
 // What the kernels share that stream checkpoints through shared memory (mamba2_decode_fp32.cu,
-// gdn_decode_fp32.cu): a block that stays takes unit after unit (some heads of one row), its warps
-// the unit's tiles (a few rows of a head), each warp with a ring of tiles of its own that are
-// copied behind its back, with the ring's records of those rows. Copies run ahead across units, and
-// what a unit needs to be prepared is asked for a unit before, so that memory is never idle.
+// mamba2_decode_nvfp4.cu, gdn_decode_fp32.cu, gdn_decode_nvfp4.cu). Work is units (some heads of
+// one row) of tiles (a few rows of a head). Every block takes an equal share of the tiles of the
+// rows that flush and of the others, runs of tiles of neighbouring units. Most of its warps take
+// the tiles in turn, each with a ring of tiles of its own that are copied behind its back across
+// units; the others prepare what the next unit needs beside its checkpoints meanwhile, so that
+// nobody waits for it but at the start.
 #pragma once
 
 #include <algorithm>
@@ -13,78 +15,192 @@
 
 namespace replayeval {
 
-/// Tiles first .. last - 1 of a unit; none behind a block's last run.
+/// A number that others are divided by: n / d and n % d without a division, for n >= 0 with n d
+/// below 2^32.
+class Divisor {
+ public:
+  __host__ __device__ Divisor(int d = 1)
+      : divisor_(d),
+        inverse_(d == 1 ? 0u : static_cast<uint32_t>(((uint64_t{1} << 32) + d - 1) / d)) {}
+  __host__ __device__ operator int() const { return divisor_; }
+  friend __host__ __device__ int operator/(int n, const Divisor& by) {
+    if (by.inverse_ == 0u) return n;
+    return static_cast<int>(static_cast<uint64_t>(n) * by.inverse_ >> 32);
+  }
+  friend __host__ __device__ int operator%(int n, const Divisor& by) {
+    return n - n / by * by.divisor_;
+  }
+
+ private:
+  int divisor_;
+  uint32_t inverse_;
+};
+
+constexpr int kMostTileRows = 1024;  // of a launch
+
+/// The tiles of a launch: rows first_row .. of row_units units of `tiles` tiles; those of rows that
+/// flush with `skip_flush` are another kernel's.
+struct TileWork {
+  const int32_t* pending = nullptr;
+  int first_row = 0, rows = 0, window = 0;
+  bool skip_flush = false;
+  Divisor row_units, tiles;
+
+  int units() const { return rows * row_units; }
+  /// Calls launch(work) for the rows of a step, as many at a time as a launch takes.
+  template <class Start>
+  static void each(const DecodeRows& rows, int window, bool skip_flush, int row_units, int tiles,
+                   Start&& launch) {
+    const int64_t row_tiles = int64_t{row_units} * tiles;
+    const int most = static_cast<int>(std::clamp<int64_t>(
+        (int64_t{1} << 31) / (row_tiles * std::max(row_units, tiles)), 1, kMostTileRows));
+    for (int first = 0; first < rows.rows; first += most) {
+      launch(TileWork{rows.pending, first, std::min(most, rows.rows - first), window, skip_flush,
+                      Divisor(row_units), Divisor(tiles)});
+    }
+  }
+};
+
+/// Tiles first .. last - 1 of unit `part` of a row with t records in its ring; none behind a
+/// block's last run.
 struct TileRun {
-  int unit, first, last;
+  int row = 0, part = 0, t = 0, first = 0, last = 0;
   __device__ bool real() const { return first < last; }
 };
 
-/// A block's runs: whole units in turn with the other blocks, and of the units that do not go round
-/// an equal share of tiles.
+/// A block's share, in shared memory: an equal part of the tiles of the rows that flush, whole
+/// units of the others in turn with the other blocks, which so stay close to each other in memory,
+/// and an equal part of the tiles of those that do not go round; and the rows, those that flush
+/// behind the others, as 64 (row - first_row) + records in the ring.
 struct TileShare {
-  int tiles, whole, rest, rest_end;
+  const TileWork* work;
+  const int* bounds;  // begin, end of the flushing tiles; of the rest of the others; whole units
+  const uint16_t* order;
 
-  __device__ TileShare(int units, int tiles)
-      : tiles(tiles), whole(units / static_cast<int>(gridDim.x)) {
-    const int64_t left = int64_t{units - whole * static_cast<int>(gridDim.x)} * tiles;
-    rest = static_cast<int>(left * blockIdx.x / gridDim.x);
-    rest_end = static_cast<int>(left * (blockIdx.x + 1) / gridDim.x);
-  }
-  __device__ TileRun run(int index) const {
-    const int grid = static_cast<int>(gridDim.x);
-    if (index < whole) return {index * grid + static_cast<int>(blockIdx.x), 0, tiles};
-    const int k = rest / tiles + index - whole;
-    return {whole * grid + k, max(rest - k * tiles, 0), min(rest_end - k * tiles, tiles)};
+  /// Bytes of shared memory.
+  static size_t bytes(int rows) { return (static_cast<size_t>(rows) * 2 + 32 + 15) / 16 * 16; }
+
+  /// By all threads; the barrier at its end serves others too.
+  __device__ TileShare(const TileWork& w, std::byte* memory)
+      : work(&w),
+        bounds(reinterpret_cast<const int*>(memory)),
+        order(reinterpret_cast<const uint16_t*>(memory + 32)) {
+    static_assert(kMaxWindow <= 64 && 64 * kMostTileRows <= 65536);
+    uint16_t* to = reinterpret_cast<uint16_t*>(memory + 32);
+    if (threadIdx.x < 32) {
+      int others = 0, flushing = 0;
+      const int lane = static_cast<int>(threadIdx.x);
+#pragma unroll 4
+      for (int base = 0; base < w.rows; base += 32) {
+        const int r = base + lane;
+        const bool real = r < w.rows;
+        const int t = real ? w.pending[w.first_row + r] : 0;
+        const bool flush = real && t + 1 == w.window;
+        const unsigned flushes = __ballot_sync(0xFFFFFFFFu, flush),
+                       plain = __ballot_sync(0xFFFFFFFFu, real) & ~flushes,
+                       before = (1u << lane) - 1u;
+        const uint16_t entry = static_cast<uint16_t>(64 * r + t);
+        if (flush) {
+          to[w.rows - 1 - flushing - __popc(flushes & before)] = entry;
+        } else if (real) {
+          to[others + __popc(plain & before)] = entry;
+        }
+        others += __popc(plain);
+        flushing += __popc(flushes);
+      }
+      if (lane < 2) {
+        // What does not go round is the last blocks' of the ones and the first blocks' of the
+        // others.
+        const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
+                  other_units = others * w.row_units, whole = other_units / blocks * blocks;
+        const int start = lane == 1 ? whole : other_units,
+                  units = lane == 1      ? other_units - whole
+                          : w.skip_flush ? 0
+                                         : flushing * w.row_units,
+                  all = units * w.tiles, each = all / blocks, more = all - each * blocks;
+        const int place = lane == 1 ? block : blocks - 1 - block;
+        const int begin = start * w.tiles + block * each +
+                          (lane == 1 ? min(block, more) : max(more - 1 - place, 0));
+        int* limits = reinterpret_cast<int*>(memory);
+        limits[2 * lane] = begin;
+        limits[2 * lane + 1] = begin + each + (place < more ? 1 : 0);
+        if (lane == 1) limits[4] = whole / blocks;
+      }
+    }
+    __syncthreads();
   }
 };
 
-/// The runs of a block in turn with what must be known of a row before its records can be asked
-/// for: how many lie in its ring, read a run ahead.
+/// The runs of a block in turn.
 struct TileRuns {
-  const TileShare* share;
-  const int32_t* pending;
-  int row_units, index = -1;
-  TileRun now, next;
-  int t, next_t = 0;
+  TileShare share;
+  int at, end, taken = 0;
+  TileRun now;
 
-  __device__ TileRuns(const TileShare* share, const int32_t* pending, int row_units)
-      : share(share), pending(pending), row_units(row_units) {
-    next = share->run(0);
-    if (next.real()) next_t = pending[next.unit / row_units];
-  }
+  __device__ explicit TileRuns(const TileShare& share)
+      : share(share), at(share.bounds[0]), end(share.bounds[1]) {}
   __device__ void move() {
-    ++index;
-    now = next;
-    t = next_t;
-    next = share->run(index + 1);
-    if (next.real()) next_t = pending[next.unit / row_units];
+    const TileWork& w = *share.work;
+    if (at == end) {
+      const int whole = share.bounds[4];
+      if (taken < whole) {
+        at = (taken * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) * w.tiles;
+        end = at + w.tiles;
+      } else if (taken == whole) {
+        at = share.bounds[2];
+        end = share.bounds[3];
+      }
+      taken = min(taken, whole) + 1;
+    }
+    const int unit = at / w.tiles, place = unit / w.row_units;
+    now.first = at - unit * w.tiles;
+    now.last = min(now.first + end - at, static_cast<int>(w.tiles));
+    if (!now.real()) return;
+    at += now.last - now.first;
+    const int entry = share.order[place];
+    now.row = w.first_row + (entry >> 6);
+    now.part = unit - place * w.row_units;
+    now.t = entry & 63;
+  }
+};
+
+/// A warp's walk over every `warps`-th tile of a block.
+struct TileWalk {
+  TileRuns runs;
+  int warps, tile;
+
+  __device__ TileWalk(const TileShare& share, int warp, int warps)
+      : runs(share), warps(warps), tile(warp) {}
+  /// To the next run.
+  __device__ void move() {
+    tile -= runs.now.last;
+    runs.move();
+    tile += runs.now.first;
   }
 };
 
 /// A warp's copies: tile after tile, each in kSteps parts, into the places of its ring.
 template <int kPlaces, int kSteps, class Copy>
 struct TileCopies {
-  TileRuns runs;
-  Copy copy;  // (unit, tile, step, place, records in the row's ring)
-  int tile = 0, step = 0, place = 0;
+  TileWalk walk;
+  Copy copy;  // (run, tile, step, place)
+  int step = 0, place = 0;
 
-  __device__ TileCopies(const TileRuns& from, Copy copy) : runs(from), copy(copy) {
-    enter();
+  __device__ TileCopies(const TileShare& share, int warp, int warps, Copy copy)
+      : walk(share, warp, warps), copy(copy) {
+    walk.move();
 #pragma unroll 1
     for (int i = 0; i + 1 < kPlaces; ++i) begin();
   }
-  __device__ void enter() {
-    runs.move();
-    tile = runs.now.first + static_cast<int>(threadIdx.x >> 5);
-  }
   /// Begins the next copy.
   __device__ void begin() {
-    while (runs.now.real() && tile >= runs.now.last) enter();
-    if (runs.now.real()) copy(runs.now.unit, tile, step, place, runs.t);
+    const TileRun& run = walk.runs.now;
+    while (run.real() && walk.tile >= run.last) walk.move();
+    if (run.real()) copy(run, walk.tile, step, place);
     commit_copies();
     if (++step == kSteps) {
       step = 0;
-      tile += static_cast<int>(blockDim.x >> 5);
+      walk.tile += walk.warps;
     }
     if (++place == kPlaces) place = 0;
   }
@@ -93,6 +209,84 @@ struct TileCopies {
   __device__ void wait() const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPlaces - 2) : "memory");
     __syncwarp();
+  }
+};
+
+/// Waits for what was asked for before the first copies of a ring.
+template <int kPlaces>
+__device__ __forceinline__ void wait_before_ring() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPlaces - 1) : "memory");
+}
+
+/// What is prepared for a run of a block lies in one of two places: `filled` by the warps that
+/// prepare, `emptied` by those that take tiles. Runs are counted from 0.
+struct PreparedPlaces {
+  uint64_t* barriers;  // [4] in shared memory: filled, emptied
+
+  static __device__ void init(uint64_t* barriers, int preparing, int taking) {
+    for (int i = 0; i < 4; ++i) {
+      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(barriers + i)),
+                   "r"(i < 2 ? preparing : taking)
+                   : "memory");
+    }
+  }
+  /// By a whole warp.
+  __device__ void fill(int run) const { arrive(barriers + (run & 1)); }
+  __device__ void empty(int run) const { arrive(barriers + 2 + (run & 1)); }
+  __device__ void wait_filled(int run) const { wait(barriers + (run & 1), run >> 1 & 1); }
+  __device__ void wait_emptied(int run) const {
+    if (run >= 0) wait(barriers + 2 + (run & 1), run >> 1 & 1);
+  }
+
+ private:
+  static __device__ unsigned address(const void* p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+  }
+  static __device__ void arrive(uint64_t* barrier) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+      asm volatile(
+          "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address(barrier))
+          : "memory");
+    }
+  }
+  static __device__ void wait(uint64_t* barrier, int parity) {
+    int done;
+    do {
+#if __CUDA_ARCH__ >= 900
+      asm volatile(
+          "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.s32 %0, 1, 0, p; }"
+          : "=r"(done)
+          : "r"(address(barrier)), "r"(parity)
+          : "memory");
+#else
+      asm volatile(
+          "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.s32 %0, 1, 0, p; "
+          "}"
+          : "=r"(done)
+          : "r"(address(barrier)), "r"(parity)
+          : "memory");
+#endif
+    } while (!done);
+  }
+};
+
+/// Those who prepare together: the whole block (0), or some warps of it, the last ones.
+template <int kWarps>
+struct Team {
+  static __device__ int size() { return kWarps == 0 ? static_cast<int>(blockDim.x) : 32 * kWarps; }
+  static __device__ int rank() {
+    return static_cast<int>(threadIdx.x) -
+           (kWarps == 0 ? 0 : static_cast<int>(blockDim.x) - 32 * kWarps);
+  }
+  static __device__ void meet() {
+    if constexpr (kWarps == 0) {
+      __syncthreads();
+    } else if constexpr (kWarps == 1) {
+      __syncwarp();
+    } else {
+      asm volatile("bar.sync 1, %0;" ::"n"(32 * kWarps) : "memory");
+    }
   }
 };
 
@@ -137,8 +331,8 @@ struct TileLaunch {
   int warps = 0, blocks = 0;
   size_t shared = 0;
 
-  /// `fixed` bytes of a block and `ring` of a warp; up to `most_blocks` blocks of `most_warps`
-  /// warps a multiprocessor, or fewer of at least four warps.
+  /// `fixed` bytes of a block and `ring` of a warp that takes tiles; up to `most_blocks` blocks of
+  /// `most_warps` such warps a multiprocessor, or fewer of at least four.
   static TileLaunch fit(size_t fixed, size_t ring, int units, int tiles, int most_blocks,
                         int most_warps) {
     int device = 0, all = 0, each = 0, count = 0;
@@ -148,7 +342,7 @@ struct TileLaunch {
     CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     TileLaunch launch;
     for (int blocks = most_blocks; blocks > 0; --blocks) {
-      const int room = std::min(all / blocks - 1024, each) - static_cast<int>(fixed);
+      const int room = std::min(all / blocks - 1024, each) - 64 - static_cast<int>(fixed);
       const int warps = std::min(most_warps, room / static_cast<int>(ring));
       if (warps < (blocks > 1 ? 4 : 1)) continue;
       launch.warps = warps;
@@ -199,6 +393,10 @@ inline bool is_nvfp4(const FormatDescriptor& d, const PackedLayout& l) {
 /// has its output from the read checkpoint, where that is NVFP4. False where the kernel does not
 /// take the sizes.
 bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
+                       const DecodeStates& states, const Mamba2DecodeStep& step, CudaStream stream);
+/// The rows that flush; their output too, unless it is the read checkpoint's. False where the
+/// kernel does not take formats or sizes.
+bool mamba2_flush_rows(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
                        const DecodeStates& states, const Mamba2DecodeStep& step, CudaStream stream);
 bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                     const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);

@@ -18,8 +18,9 @@ constexpr int kMostWarps = 4, kMostBlocks = 3;
 
 struct Launch {
   GdnUnits units;
+  TileWork work;
   DecodeStates states;
-  int tiles;
+  Divisor head_tiles;
 };
 
 /// Bytes of a step of a tile, and of a warp: corrections of the ring, behind them its places.
@@ -29,25 +30,46 @@ __host__ __device__ constexpr int warp_bytes(int key_dim, int window, int u_byte
 }
 
 template <class Act, int kKeyDim>
-__global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
+__global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     decode_fp32(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) std::byte shared[];
+  __shared__ uint64_t barriers[4];
   constexpr int kChunks = kKeyDim / 4, kStepChunks = kChunks / kSteps,
                 kStepBytes = kFlushRows * kKeyDim * 4, kN16 = kKeyDim / 16;
   const GdnLayer& layer = p.units.layer;
   using Unit = GdnUnit<Act, kKeyDim>;
-  const int value_dim = layer.value_dim, heads = layer.value_heads / layer.key_heads,
-            window = p.units.window;
+  const int value_dim = layer.value_dim, heads = p.units.heads, window = p.units.window;
   const RecordType ring_u = p.units.ring_u;
   const int u_bytes = ring_u == RecordType::bf16 ? 2 : 4;
   const GdnUnitLayout at(kKeyDim, window, heads, sizeof(Act));
-  const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
-  const int head_tiles = value_dim / kTileRows;
-  std::byte* us = shared + at.end + (tid >> 5) * warp_bytes(kKeyDim, window, u_bytes);
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5,
+            warps = static_cast<int>(blockDim.x >> 5) - 1,
+            own_bytes = warp_bytes(kKeyDim, window, u_bytes);
+  std::byte* us = shared + at.end + warp * own_bytes;
   std::byte* ring = us + kTileRows * window * u_bytes;
+  if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
+  const TileShare share(p.work, shared + at.end + warps * own_bytes);
+  const PreparedPlaces prepared{barriers};
+  TileWalk walk(share, warp, warps);
+  walk.move();
+  if (!walk.runs.now.real()) return;
+  {
+    const Unit unit(p.units, walk.runs.now);
+    unit.template copy_inputs<Team<0>>(at, shared);
+    commit_copies();
+    if (warp == warps) {
+      finish_copies();
+      __syncthreads();
+      unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
+      prepared.fill(0);
+      Unit::template prepare_runs<1>(p.units, at, walk.runs, prepared, shared,
+                                     [](const Unit&, std::byte*) {});
+      return;
+    }
+  }
   const auto tile_of = [&](int row, int head, int tile) {
     return p.states.recurrence + row * p.states.row_stride + head * p.states.head_stride +
-           tile % head_tiles * (kTileRows * kKeyDim * 4);
+           tile * (kTileRows * kKeyDim * 4);
   };
   // A step: some columns of all rows, or all columns of some rows where a flush folds them. 16
   // bytes of a row lie at another place in each row, so that threads that read the same columns of
@@ -56,12 +78,11 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
   const auto swizzled = [](int r, int chunk) {
     return r * kStepChunks + (chunk ^ (r / kApart & (min(kStepChunks, 8) - 1)));
   };
-  const auto copy = [&](int unit, int tile, int step, int place, int t) {
-    const int row = unit / layer.key_heads,
-              head = unit % layer.key_heads * heads + tile / head_tiles;
-    const std::byte* from = tile_of(row, head, tile);
+  const auto copy = [&](const TileRun& run, int tile, int step, int place) {
+    const int h = tile / p.head_tiles;
+    const std::byte* from = tile_of(run.row, run.part * heads + h, tile - h * p.head_tiles);
     std::byte* to = ring + place * kStepBytes;
-    if (t + 1 == window) {
+    if (run.t + 1 == window) {
       from += step * kStepBytes;
 #pragma unroll
       for (int m = 0; m < kStepBytes / 512; ++m) {
@@ -77,42 +98,37 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
       }
     }
   };
-  const TileShare share(p.units.units, p.tiles);
-  TileRuns runs(&share, p.units.rows.pending, layer.key_heads);
-  TileCopies<kPlaces, kSteps, decltype(copy)> copies(runs, copy);
-  if (runs.next.real()) Unit(p.units, runs.next.unit).copy_inputs(at, runs.next_t, shared);
-  commit_copies();
+  TileCopies<kPlaces, kSteps, decltype(copy)> copies(share, warp, warps, copy);
+  wait_before_ring<kPlaces>();
+  __syncthreads();
+  {
+    const Unit unit(p.units, walk.runs.now);
+    unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
+  }
 
   const float* keys = reinterpret_cast<const float*>(shared + at.keys);
-  const float* query = reinterpret_cast<const float*>(shared + at.query);
-  const float* key_weights = reinterpret_cast<const float*>(shared + at.key_weights);
-  const float* query_weights = reinterpret_cast<const float*>(shared + at.query_weights);
-  const float* fold_weights = reinterpret_cast<const float*>(shared + at.fold_weights);
-  int place = 0, walked = 0;
-  for (runs.move(); runs.now.real(); runs.move()) {
-    const Unit unit(p.units, runs.now.unit);
-    const int row = unit.row, head0 = unit.head0, t = runs.t;
+  int place = 0;
+  for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {
+    const Unit unit(p.units, walk.runs.now);
+    const int row = unit.row, head0 = unit.head0, t = unit.t, last = walk.runs.now.last;
     const int64_t v_stride = unit.v_stride();
     const bool flush = t + 1 == window;
-    const std::byte* inputs = shared + (runs.index & 1) * at.inputs;
-    const float* betas = reinterpret_cast<const float*>(inputs + at.beta);
-    // The inputs went with the first copy of the last unit; later ones have been waited for since.
-    if (walked < kPlaces) finish_copies();
-    walked = 0;
-    __syncthreads();  // and the last unit's readers are done
-    if (runs.next.real()) {
-      Unit(p.units, runs.next.unit)
-          .copy_inputs(at, runs.next_t, shared + (~runs.index & 1) * at.inputs);
-    }
-    unit.prepare(at, t, !flush, inputs, shared);
+    const std::byte* of_unit = shared + (run & 1) * at.unit;
+    const float* own_key = reinterpret_cast<const float*>(of_unit + at.key);
+    const float* query = reinterpret_cast<const float*>(of_unit + at.query);
+    const float* key_weights = reinterpret_cast<const float*>(of_unit + at.key_weights);
+    const float* query_weights = reinterpret_cast<const float*>(of_unit + at.query_weights);
+    const float* fold_weights = reinterpret_cast<const float*>(of_unit + at.fold_weights);
+    const float* betas = reinterpret_cast<const float*>(of_unit + at.beta);
+    prepared.wait_filled(run);
 
-    for (int tile = runs.now.first + (tid >> 5); tile < runs.now.last; tile += threads >> 5) {
-      const int h = tile / head_tiles;
+    for (; walk.tile < last; walk.tile += warps) {
+      const int h = walk.tile / p.head_tiles, head_tile = walk.tile - h * p.head_tiles;
       const int64_t first =
-          int64_t{head0 + h} * value_dim + tile % head_tiles * kTileRows;  // row of the tile
+          int64_t{head0 + h} * value_dim + head_tile * kTileRows;  // row of the tile
       // The ring's corrections of the tile's rows go with the copies of its first step.
       __syncwarp();
-      unit.template copy_corrections<kTileRows>(t, first, us);
+      unit.template copy_corrections<kTileRows>(first, us);
       const auto stored = [&](int j, int i) { return load_record(ring_u, us, j * kTileRows + i); };
       const float v =
           to_float(static_cast<const Act*>(p.units.step.v)[row * v_stride + first + lane]);
@@ -126,10 +142,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
         for (int step = 0; step < kSteps; ++step) {
           copies.wait();
           copies.begin();
-          ++walked;
           const std::byte* state = ring + place * kStepBytes;
           if (++place == kPlaces) place = 0;
-          const float *key = keys + t * at.k_row + step * (4 * kStepChunks),
+          const float *key = own_key + step * (4 * kStepChunks),
                       *q = query + step * (4 * kStepChunks);
 #pragma unroll
           for (int chunk = 0; chunk < kStepChunks; ++chunk) {
@@ -162,7 +177,6 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
       for (int step = 0; step < kSteps; ++step) {
         copies.wait();
         copies.begin();
-        ++walked;
         if (step == 0) {
           finish_copies();
           __syncwarp();
@@ -180,8 +194,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
           return sum;
         };
         const int skip = step * kFlushRows;
-        float rest = __fmaf_rn(key_weight[window], read(keys + t * at.k_row),
-                               __shfl_sync(0xFFFFFFFFu, v, skip + r));
+        float rest =
+            __fmaf_rn(key_weight[window], read(own_key), __shfl_sync(0xFFFFFFFFu, v, skip + r));
 #pragma unroll 4
         for (int j = 0; j < t; ++j) rest = __fmaf_rn(key_weight[j], stored(j, skip + r), rest);
         const float last_u = __shfl_sync(0xFFFFFFFFu, beta * rest, q);
@@ -200,8 +214,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
           for (int m = 0; m < kN16; ++m) s[m] = fma1(w, load4(key + 16 * m), s[m]);
         }
         __syncwarp();
-        float4* to = reinterpret_cast<float4*>(tile_of(row, head0 + h, tile) + step * kStepBytes) +
-                     q * kChunks + part;
+        float4* to =
+            reinterpret_cast<float4*>(tile_of(row, head0 + h, head_tile) + step * kStepBytes) +
+            q * kChunks + part;
 #pragma unroll
         for (int m = 0; m < kN16; ++m) {
           __stcs(to + 4 * m, s[m]);
@@ -217,6 +232,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
                         kTileRows * kKeyDim, non_finite, infinite, p.units.rows.position[row]);
       }
     }
+    prepared.empty(run);
   }
 }
 
@@ -239,23 +255,29 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
       (n != 64 && n != 128 && n != 256)) {
     return false;
   }
-  const Launch launch{
-      {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))), plan.ring_u,
-       plan.beta, plan.window, rows.rows * layer.key_heads},
-      states,
-      layer.value_heads / layer.key_heads * (layer.value_dim / kTileRows)};
-  const GdnUnitLayout at(n, plan.window, layer.value_heads / layer.key_heads,
-                         step.activation == RecordType::bf16 ? 2 : 4);
+  const int heads = layer.value_heads / layer.key_heads, head_tiles = layer.value_dim / kTileRows,
+            most = std::min(rows.rows, kMostTileRows);
+  const GdnUnitLayout at(n, plan.window, heads, step.activation == RecordType::bf16 ? 2 : 4);
   const int warp = warp_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4);
-  const TileLaunch use = TileLaunch::fit(static_cast<size_t>(at.end), static_cast<size_t>(warp),
-                                         launch.units.units, launch.tiles, kMostBlocks, kMostWarps);
+  const TileLaunch use = TileLaunch::fit(static_cast<size_t>(at.end) + TileShare::bytes(most),
+                                         static_cast<size_t>(warp), most * layer.key_heads,
+                                         heads * head_tiles, kMostBlocks, kMostWarps);
   if (use.warps == 0) return false;
   const Kernel kernel =
       step.activation == RecordType::bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
-  kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * use.warps), use.shared,
-           stream>>>(launch);
-  CUDA_CHECK(cudaGetLastError());
+  TileWork::each(
+      rows, plan.window, false, layer.key_heads, heads * head_tiles, [&](const TileWork& work) {
+        const Launch launch{
+            {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
+             plan.ring_u, plan.beta, plan.window, Divisor(heads)},
+            work,
+            states,
+            Divisor(head_tiles)};
+        kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
+                 use.shared, stream>>>(launch);
+        CUDA_CHECK(cudaGetLastError());
+      });
   return true;
 }
 

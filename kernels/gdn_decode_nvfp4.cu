@@ -16,10 +16,10 @@ constexpr int kMostWarps = 4, kMostBlocks = 4;
 
 struct Launch {
   GdnUnits units;
+  TileWork work;
   const std::byte* read;
   size_t row_stride, head_stride, scales, outer;
-  bool skip_flush;  // the rows that flush are another kernel's altogether
-  int tiles;
+  Divisor head_tiles;
 };
 
 /// Bytes of a tile: codes, scales, the ring's corrections.
@@ -28,25 +28,54 @@ __host__ __device__ constexpr int place_bytes(int key_dim, int window, int u_byt
 }
 
 template <class Act, int kN16>
-__global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
+__global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     read_nvfp4(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) std::byte shared[];
+  __shared__ uint64_t barriers[4];
   constexpr int kKeyDim = 16 * kN16, kCodeBytes = kTileRows * kKeyDim / 2,
                 kScaleBytes = kTileRows * kN16;
   using Unit = GdnUnit<Act, kKeyDim>;
   const GdnLayer& layer = p.units.layer;
-  const int value_dim = layer.value_dim, heads = layer.value_heads / layer.key_heads,
-            window = p.units.window, head_tiles = value_dim / kTileRows;
+  const int value_dim = layer.value_dim, heads = p.units.heads, window = p.units.window;
   const RecordType ring_u = p.units.ring_u;
   const GdnUnitLayout at(kKeyDim, window, heads, sizeof(Act));
   const int place_size = place_bytes(kKeyDim, window, ring_u == RecordType::bf16 ? 2 : 4);
-  const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
-  std::byte* ring = shared + at.end + (tid >> 5) * (kPlaces * place_size);
-  const auto skipped = [&](int t) { return p.skip_flush && t + 1 == window; };
-  const auto copy = [&](int index, int tile, int, int place, int t) {
-    if (skipped(t)) return;
-    const Unit unit(p.units, index);
-    const int head = unit.head0 + tile / head_tiles, row = tile % head_tiles * kTileRows;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5,
+            warps = static_cast<int>(blockDim.x >> 5) - 1;
+  std::byte* ring = shared + at.end + warp * (kPlaces * place_size);
+  if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
+  const TileShare share(p.work, shared + at.end + warps * (kPlaces * place_size));
+  const PreparedPlaces prepared{barriers};
+  TileWalk walk(share, warp, warps);
+  walk.move();
+  if (!walk.runs.now.real()) return;
+  const auto scales = [&](auto team, const Unit& unit, std::byte* place) {
+    using Team = decltype(team);
+    for (int h = Team::rank(); h < heads; h += Team::size()) {
+      reinterpret_cast<float*>(place + at.scale)[h] = *reinterpret_cast<const float*>(
+          p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
+    }
+  };
+  {
+    const Unit unit(p.units, walk.runs.now);
+    unit.template copy_inputs<Team<0>>(at, shared);
+    commit_copies();
+    scales(Team<0>(), unit, shared);
+    if (warp == warps) {
+      finish_copies();
+      __syncthreads();
+      unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
+      prepared.fill(0);
+      Unit::template prepare_runs<1>(
+          p.units, at, walk.runs, prepared, shared,
+          [&](const Unit& next, std::byte* place) { scales(Team<1>(), next, place); });
+      return;
+    }
+  }
+  const auto copy = [&](const TileRun& run, int tile, int, int place) {
+    const Unit unit(p.units, run);
+    const int h = tile / p.head_tiles, head = unit.head0 + h,
+              row = (tile - h * p.head_tiles) * kTileRows;
     const std::byte* from = p.read + unit.row * p.row_stride + head * p.head_stride;
     std::byte* to = ring + place * place_size;
 #pragma unroll
@@ -56,55 +85,39 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
     }
     for (int i = lane; i < kScaleBytes / 16; i += 32)
       copy_async(to + kCodeBytes + 16 * i, from + p.scales + row * kN16 + 16 * i);
-    unit.template copy_corrections<kTileRows>(t, int64_t{head} * value_dim + row,
+    unit.template copy_corrections<kTileRows>(int64_t{head} * value_dim + row,
                                               to + kCodeBytes + kScaleBytes);
   };
-  const TileShare share(p.units.units, p.tiles);
-  TileRuns runs(&share, p.units.rows.pending, layer.key_heads);
-  TileCopies<kPlaces, 1, decltype(copy)> copies(runs, copy);
-  const auto copy_inputs = [&](const TileRun& run, int t, int half) {
-    if (!run.real() || skipped(t)) return;
-    const Unit unit(p.units, run.unit);
-    std::byte* to = shared + half * at.inputs;
-    unit.copy_inputs(at, t, to);
-    for (int h = tid; h < heads; h += threads) {
-      copy_word(to + at.scale + 4 * h,
-                p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
-    }
-  };
-  copy_inputs(runs.next, runs.next_t, 0);
-  commit_copies();
+  TileCopies<kPlaces, 1, decltype(copy)> copies(share, warp, warps, copy);
+  wait_before_ring<kPlaces>();
+  __syncthreads();
+  {
+    const Unit unit(p.units, walk.runs.now);
+    unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
+  }
 
   const uint32_t unit_matrix = unit_part();
-  const float* keys = reinterpret_cast<const float*>(shared + at.keys);
-  const float* query = reinterpret_cast<const float*>(shared + at.query);
-  int place = 0, walked = 0;
-  for (runs.move(); runs.now.real(); runs.move()) {
-    const Unit unit(p.units, runs.now.unit);
-    const int t = runs.t;
+  int place = 0;
+  for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {
+    const Unit unit(p.units, walk.runs.now);
+    const int t = unit.t, last = walk.runs.now.last;
     const bool flush = t + 1 == window;
-    const std::byte* inputs = shared + (runs.index & 1) * at.inputs;
-    // The inputs went with the first copy of the last unit; later ones have been waited for since.
-    if (walked < kPlaces) finish_copies();
-    walked = 0;
-    __syncthreads();  // and the last unit's readers are done
-    copy_inputs(runs.next, runs.next_t, ~runs.index & 1);
-    if (!skipped(t)) unit.prepare(at, t, !flush, inputs, shared);
-    const float* key = keys + t * at.k_row;
-    for (int tile = runs.now.first + (tid >> 5); tile < runs.now.last; tile += threads >> 5) {
+    const std::byte* of_unit = shared + (run & 1) * at.unit;
+    const float* key = reinterpret_cast<const float*>(of_unit + at.key);
+    const float* query = reinterpret_cast<const float*>(of_unit + at.query);
+    prepared.wait_filled(run);
+    for (; walk.tile < last; walk.tile += warps) {
       copies.wait();
       copies.begin();
-      ++walked;
       const std::byte* packed = ring + place * place_size;
       if (++place == kPlaces) place = 0;
-      if (skipped(t)) continue;
-      const int h = tile / head_tiles;
+      const int h = walk.tile / p.head_tiles;
       const int64_t first =
-          int64_t{unit.head0 + h} * value_dim + tile % head_tiles * kTileRows + lane;
+          int64_t{unit.head0 + h} * value_dim + (walk.tile - h * p.head_tiles) * kTileRows + lane;
       const int64_t here = unit.row * unit.v_stride() + first,
                     appended = unit.slot(t) * unit.v_stride() + first;
       const float v = to_float(static_cast<const Act*>(p.units.step.v)[here]);
-      const float outer = 128.0f * reinterpret_cast<const float*>(inputs + at.scale)[h];
+      const float outer = 128.0f * reinterpret_cast<const float*>(of_unit + at.scale)[h];
       float with_key = 0.0f, with_query = 0.0f;
       bool nan = false;
 #pragma unroll
@@ -134,9 +147,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
       }
       if (nan) with_key = with_query = __int_as_float(0x7FC00000);
       const float *key_weight =
-                      reinterpret_cast<const float*>(shared + at.key_weights) + h * (window + 1),
+                      reinterpret_cast<const float*>(of_unit + at.key_weights) + h * (window + 1),
                   *query_weight =
-                      reinterpret_cast<const float*>(shared + at.query_weights) + h * (window + 1);
+                      reinterpret_cast<const float*>(of_unit + at.query_weights) + h * (window + 1);
       const std::byte* us = packed + kCodeBytes + kScaleBytes;
       float rest = __fmaf_rn(key_weight[window], with_key, v),
             o = query_weight[window] * with_query;
@@ -146,13 +159,15 @@ __global__ void __launch_bounds__(32 * kMostWarps, kMostBlocks)
         rest = __fmaf_rn(key_weight[j], u, rest);
         o = __fmaf_rn(query_weight[j], u, o);
       }
-      const float u = unit.rounded_beta(reinterpret_cast<const float*>(inputs + at.beta)[h]) * rest;
+      const float u =
+          unit.rounded_beta(reinterpret_cast<const float*>(of_unit + at.beta)[h]) * rest;
       static_cast<Act*>(p.units.step.o)[here] = from_float<Act>(__fmaf_rn(query_weight[t], u, o));
       if (!flush) {
         static_cast<Act*>(p.units.step.ring_v)[appended] = from_float<Act>(v);
         store_record(ring_u, p.units.step.ring_u, appended, u);
       }
     }
+    prepared.empty(run);
   }
 }
 
@@ -175,28 +190,34 @@ bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
       layer.value_dim % kTileRows != 0) {
     return false;
   }
-  const bool bf16 = step.activation == RecordType::bf16;
-  const Launch launch{
-      {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))), plan.ring_u,
-       plan.beta, plan.window, rows.rows * layer.key_heads},
-      plan.read ? states.read : states.recurrence,
-      plan.read ? states.read_row_stride : states.row_stride,
-      plan.read ? states.read_head_stride : states.head_stride,
-      l.scales,
-      l.outer,
-      plan.flush_output == FlushOutput::recurrence,
-      heads * (layer.value_dim / kTileRows)};
+  const bool bf16 = step.activation == RecordType::bf16,
+             skip_flush = plan.flush_output == FlushOutput::recurrence;
+  const int head_tiles = layer.value_dim / kTileRows, most = std::min(rows.rows, kMostTileRows);
   const GdnUnitLayout at(n, plan.window, heads, bf16 ? 2 : 4);
   const int place = place_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4);
-  const TileLaunch use =
-      TileLaunch::fit(static_cast<size_t>(at.end), static_cast<size_t>(kPlaces * place),
-                      launch.units.units, launch.tiles, kMostBlocks, kMostWarps);
+  const TileLaunch use = TileLaunch::fit(
+      static_cast<size_t>(at.end) + TileShare::bytes(most), static_cast<size_t>(kPlaces * place),
+      most * layer.key_heads, heads * head_tiles, kMostBlocks, kMostWarps);
   if (use.warps == 0) return false;
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
-  kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * use.warps), use.shared,
-           stream>>>(launch);
-  CUDA_CHECK(cudaGetLastError());
+  TileWork::each(
+      rows, plan.window, skip_flush, layer.key_heads, heads * head_tiles,
+      [&](const TileWork& work) {
+        const Launch launch{
+            {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
+             plan.ring_u, plan.beta, plan.window, Divisor(heads)},
+            work,
+            plan.read ? states.read : states.recurrence,
+            plan.read ? states.read_row_stride : states.row_stride,
+            plan.read ? states.read_head_stride : states.head_stride,
+            l.scales,
+            l.outer,
+            Divisor(head_tiles)};
+        kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
+                 use.shared, stream>>>(launch);
+        CUDA_CHECK(cudaGetLastError());
+      });
   return true;
 }
 

@@ -14,14 +14,16 @@ struct GdnUnits {
   GdnDecodeStep step;
   float query_scale;
   RecordType ring_u, beta;
-  int window, units;
+  int window;
+  Divisor heads;  // value heads of a key head
 };
 
 /// Shared memory in bytes.
 struct GdnUnitLayout {
-  int k_row;                                            // floats
-  int raw_keys, raw_query, decay, beta, scale, inputs;  // of a unit, twice
-  int keys, query, dots, key_weights, query_weights, fold_weights, end;
+  int k_row;  // floats
+  // Of a unit, twice. Of a head: records, then the checkpoint's.
+  int key, query, key_weights, query_weights, fold_weights, beta, scale, unit;
+  int raw_keys, raw_query, decay, keys, dots, end;
 
   __host__ __device__ GdnUnitLayout(int key_dim, int window, int heads, int act_bytes) {
     k_row = key_dim + 4;
@@ -31,96 +33,101 @@ struct GdnUnitLayout {
       at += (bytes + 15) / 16 * 16;
       return from;
     };
-    raw_keys = take(window * key_dim * act_bytes);
-    raw_query = take(key_dim * act_bytes);
-    decay = take(4 * window * heads);
-    beta = take(4 * heads);
-    scale = take(4 * heads);
-    inputs = at;
-    at *= 2;
-    keys = take(4 * window * k_row);
+    key = take(4 * k_row);
     query = take(4 * k_row);
-    dots = take(8 * window);
-    // Of a head: records, then the checkpoint's.
     key_weights = take(4 * heads * (window + 1));
     query_weights = take(4 * heads * (window + 1));
     fold_weights = take(4 * heads * window);
+    beta = take(4 * heads);
+    scale = take(4 * heads);
+    unit = at;
+    at *= 2;
+    raw_keys = take(window * key_dim * act_bytes);
+    raw_query = take(key_dim * act_bytes);
+    decay = take(4 * window * heads);
+    keys = take(4 * window * k_row);
+    dots = take(8 * window);
     end = at;
   }
 };
 
+/// A unit, key head `part` of a row with t records in its ring.
 template <class Act, int kKeyDim>
 struct GdnUnit {
   static constexpr int kEach = 16 / sizeof(Act), kKeyChunks = kKeyDim / kEach, kN16 = kKeyDim / 16;
   const GdnUnits& p;
-  int row, key_head, heads, head0;
+  int row, key_head, t, head0;
 
-  __device__ GdnUnit(const GdnUnits& units, int unit) : p(units) {
-    row = unit / p.layer.key_heads;
-    key_head = unit % p.layer.key_heads;
-    heads = p.layer.value_heads / p.layer.key_heads;
-    head0 = key_head * heads;
-  }
+  __device__ GdnUnit(const GdnUnits& units, const TileRun& run)
+      : p(units), row(run.row), key_head(run.part), t(run.t), head0(run.part * units.heads) {}
   __device__ int64_t k_stride() const { return int64_t{p.layer.key_heads} * kKeyDim; }
   __device__ int64_t v_stride() const { return int64_t{p.layer.value_heads} * p.layer.value_dim; }
   __device__ int64_t slot(int j) const { return int64_t{row} * p.window + j; }
 
-  /// Begins to copy raw keys and query, decays and beta; t: records in the ring.
-  __device__ void copy_inputs(const GdnUnitLayout& at, int t, std::byte* to) const {
-    const int tid = threadIdx.x, threads = blockDim.x;
+  /// Begins to copy raw keys and query and decays.
+  template <class Team>
+  __device__ void copy_inputs(const GdnUnitLayout& at, std::byte* shared) const {
+    const int tid = Team::rank(), threads = Team::size();
+    const Divisor heads = p.heads;
     const int64_t slot = this->slot(0), own = row * k_stride() + key_head * kKeyDim;
     const Act* key = static_cast<const Act*>(p.step.k) + own;
     const Act* ring_k =
         static_cast<const Act*>(p.step.ring_k) + slot * k_stride() + key_head * kKeyDim;
     for (int i = tid; i < (t + 1) * kKeyChunks; i += threads) {
       const int j = i / kKeyChunks;
-      copy_async(to + at.raw_keys + 16 * i,
+      copy_async(shared + at.raw_keys + 16 * i,
                  (j == t ? key : ring_k + j * k_stride()) + i % kKeyChunks * kEach);
     }
     for (int i = tid; i < kKeyChunks; i += threads) {
-      copy_async(to + at.raw_query + 16 * i, static_cast<const Act*>(p.step.q) + own + i * kEach);
+      copy_async(shared + at.raw_query + 16 * i,
+                 static_cast<const Act*>(p.step.q) + own + i * kEach);
     }
     const float* decay = p.step.decay_log2 + int64_t{row} * p.layer.value_heads + head0;
     const float* ring_decay = p.step.ring_decay + slot * p.layer.value_heads + head0;
     for (int i = tid; i < (t + 1) * heads; i += threads) {
       const int j = i / heads;
-      copy_word(to + at.decay + 4 * i,
-                (j == t ? decay : ring_decay + j * p.layer.value_heads) + i % heads);
-    }
-    for (int h = tid; h < heads; h += threads) {
-      copy_word(to + at.beta + 4 * h, p.step.beta + int64_t{row} * p.layer.value_heads + head0 + h);
+      copy_word(shared + at.decay + 4 * i,
+                (j == t ? decay : ring_decay + j * p.layer.value_heads) + (i - j * heads));
     }
   }
 
   /// With `append` the token's k, decay and beta go to the ring. Makes normalised keys and query,
   /// and of every record the negative weight of its u in this token's u, its weight in the output
-  /// and its decay, from inputs that have come; ends with a barrier.
-  __device__ void prepare(const GdnUnitLayout& at, int t, bool append, const std::byte* inputs,
+  /// and its decay, from inputs that have come; ends with the team's barrier.
+  template <class Team>
+  __device__ void prepare(const GdnUnitLayout& at, bool append, std::byte* unit,
                           std::byte* shared) const {
-    const int tid = threadIdx.x, threads = blockDim.x;
-    const Act* raw_keys = reinterpret_cast<const Act*>(inputs + at.raw_keys);
-    const Act* raw_query = reinterpret_cast<const Act*>(inputs + at.raw_query);
-    const float* decays = reinterpret_cast<const float*>(inputs + at.decay);
-    const float* betas = reinterpret_cast<const float*>(inputs + at.beta);
+    const int tid = Team::rank(), threads = Team::size();
+    const Divisor heads = p.heads;
+    const Act* raw_keys = reinterpret_cast<const Act*>(shared + at.raw_keys);
+    const Act* raw_query = reinterpret_cast<const Act*>(shared + at.raw_query);
+    const float* decays = reinterpret_cast<const float*>(shared + at.decay);
     float* keys = reinterpret_cast<float*>(shared + at.keys);
-    float* query = reinterpret_cast<float*>(shared + at.query);
     float* dots = reinterpret_cast<float*>(shared + at.dots);
-    float* key_weights = reinterpret_cast<float*>(shared + at.key_weights);
-    float* query_weights = reinterpret_cast<float*>(shared + at.query_weights);
-    float* fold_weights = reinterpret_cast<float*>(shared + at.fold_weights);
-    if (append) {
-      for (int h = tid; h < heads; h += threads) {
+    float* key = reinterpret_cast<float*>(unit + at.key);
+    float* query = reinterpret_cast<float*>(unit + at.query);
+    float* betas = reinterpret_cast<float*>(unit + at.beta);
+    float* key_weights = reinterpret_cast<float*>(unit + at.key_weights);
+    float* query_weights = reinterpret_cast<float*>(unit + at.query_weights);
+    float* fold_weights = reinterpret_cast<float*>(unit + at.fold_weights);
+    for (int h = tid; h < heads; h += threads) {
+      const float beta = p.step.beta[int64_t{row} * p.layer.value_heads + head0 + h];
+      betas[h] = beta;
+      if (append) {
         const int64_t to = slot(t) * p.layer.value_heads + head0 + h;
         p.step.ring_decay[to] = decays[t * heads + h];
-        p.step.ring_beta[to] = betas[h];
+        p.step.ring_beta[to] = beta;
       }
+    }
+    if (append) {
       for (int i = tid; i < kKeyChunks; i += threads) {
         Act* to = static_cast<Act*>(p.step.ring_k) + slot(t) * k_stride() + key_head * kKeyDim;
         *reinterpret_cast<uint4*>(to + i * kEach) =
             *reinterpret_cast<const uint4*>(raw_keys + t * kKeyDim + i * kEach);
       }
     }
-    // Normalised keys of the p.window and, as the last row, the query; sixteen threads a row.
+    // Normalised keys of the window and, as the last row, the query; sixteen threads a row.
+#pragma unroll 2
     for (int base = 0; base < t + 2; base += threads / 16) {
       const int part = tid & 15, i = base + (tid >> 4), j = min(i, t + 1);
       const Act* x = j <= t ? raw_keys + j * kKeyDim : raw_query;
@@ -136,23 +143,26 @@ struct GdnUnit {
       float* to = j <= t ? keys + j * at.k_row : query;
 #pragma unroll
       for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m] * factor;
+      if (j != t) continue;
+#pragma unroll
+      for (int m = 0; m < kN16; ++m) key[part + 16 * m] = value[m] * factor;
     }
-    __syncthreads();
+    Team::meet();
     // k_t . k_j and q_t . k_j, one chain a thread, by the first warps; decays by the others.
-    const int records = (t + 32) / 32, dot_threads = 64 * records < threads ? 64 * records : 0;
-    for (int i = tid; i < 64 * records; i += threads) {
-      const int j = i / 64 * 32 + (i & 31), side = i >> 5 & 1;
-      if (j > t) continue;
-      const float *a = side == 1 ? query : keys + t * at.k_row, *b = keys + j * at.k_row;
+    const int records = (t + 16) / 16, dot_threads = 32 * records < threads ? 32 * records : 0;
+    for (int i = tid; i < 32 * records; i += threads) {
+      const int j = i / 32 * 16 + (i & 15), side = i >> 4 & 1;
+      const float *a = side == 1 ? query : key, *b = keys + min(j, t) * at.k_row;
       float sum = 0.0f;
 #pragma unroll 8
       for (int n = 0; n < kKeyDim; n += 4) sum = chain(load4(a + n), load4(b + n), sum);
-      dots[side * p.window + j] = sum;
+      if (j <= t) dots[side * p.window + j] = sum;
     }
     for (int i = tid - dot_threads; i < (t + 2) * heads; i += threads - dot_threads) {
       if (i < 0) continue;
-      const int j = i / heads, h = i % heads;
+      const int j = i / heads, h = i - j * heads;
       float exponent = 0.0f;
+#pragma unroll 4
       for (int k = j == t + 1 ? 0 : j + 1; k <= t; ++k) exponent = exponent + decays[k * heads + h];
       const float weight = exp2_ordered(exponent);
       if (j <= t) {
@@ -162,22 +172,46 @@ struct GdnUnit {
         query_weights[h * (p.window + 1) + p.window] = weight;
       }
     }
-    __syncthreads();
+    Team::meet();
     for (int i = tid; i < (t + 1) * heads; i += threads) {
-      const int j = i / heads, h = i % heads;
+      const int j = i / heads, h = i - j * heads;
       const float weight = fold_weights[h * p.window + j];
       key_weights[h * (p.window + 1) + j] = -(weight * dots[j]);
       query_weights[h * (p.window + 1) + j] = weight * dots[p.window + j];
     }
-    __syncthreads();
+    Team::meet();
+  }
+  /// The warps that prepare, the block's last kWarps: what a block needs for its second run and
+  /// all further ones. `scales(unit, place)` adds what else a unit needs.
+  template <int kWarps, class Scales>
+  static __device__ void prepare_runs(const GdnUnits& units, const GdnUnitLayout& at,
+                                      TileRuns& runs, const PreparedPlaces& prepared,
+                                      std::byte* shared, Scales&& scales) {
+    // A fold reads the keys of the window where they were prepared.
+    bool fold = runs.now.t + 1 == units.window;
+    runs.move();
+    if (runs.now.real()) GdnUnit(units, runs.now).template copy_inputs<Team<kWarps>>(at, shared);
+    for (int run = 1; runs.now.real(); ++run) {
+      const GdnUnit unit(units, runs.now);
+      prepared.wait_emptied(fold ? run - 1 : run - 2);
+      std::byte* place = shared + (run & 1) * at.unit;
+      scales(unit, place);
+      finish_copies();
+      Team<kWarps>::meet();
+      fold = unit.t + 1 == units.window;
+      unit.template prepare<Team<kWarps>>(at, !fold, place, shared);
+      prepared.fill(run);
+      runs.move();
+      if (runs.now.real()) GdnUnit(units, runs.now).template copy_inputs<Team<kWarps>>(at, shared);
+    }
   }
   __device__ float rounded_beta(float beta) const {
     return p.beta == RecordType::bf16 ? round_value(DotType::bf16, beta) : beta;
   }
-  /// Begins to copy the corrections of `t` records of kRows rows, from `first` of a record's on, to
-  /// [records, kRows].
+  /// Begins to copy the corrections of the ring's records of kRows rows, from `first` of a record's
+  /// on, to [records, kRows].
   template <int kRows>
-  __device__ void copy_corrections(int t, int64_t first, std::byte* to) const {
+  __device__ void copy_corrections(int64_t first, std::byte* to) const {
     const int bytes = p.ring_u == RecordType::bf16 ? 2 : 4, chunks = kRows * bytes / 16;
     const std::byte* from =
         static_cast<const std::byte*>(p.step.ring_u) + (slot(0) * v_stride() + first) * bytes;

@@ -529,6 +529,7 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
           static_cast<size_t>(at.b) * sizeof(float) + (launch.read_bytes + 15) / 16 * 16 +
               ring_bytes);
   }
+  if (mamba2_flush_rows(layer, plan, rows, states, step, stream)) return;
   const dim3 some(static_cast<unsigned>(layer.heads),
                   static_cast<unsigned>(std::min(rows.rows, plan.window == 1 ? 65535 : 32)));
   start(bf16 ? decode_flush<__nv_bfloat16> : decode_flush<float>, some, threads,

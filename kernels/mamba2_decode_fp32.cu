@@ -10,11 +10,13 @@ namespace {
 constexpr int kTileRows = 8;
 constexpr int kPlaces = 3;      // tiles in a warp's ring
 constexpr int kMostHeads = 16;  // of a unit
+constexpr int kMostWarps = 7, kMostBlocks = 2;
 
 struct Launch {
   Mamba2Units units;
+  TileWork work;
   DecodeStates states;
-  int tiles;
+  Divisor head_tiles;
 };
 
 /// Bytes of a tile and the records' x of its rows.
@@ -23,29 +25,54 @@ __host__ __device__ constexpr int place_bytes(int state_dim, int window, int act
 }
 
 template <class Act, int kN16>
-__global__ void __launch_bounds__(256, kN16 > 8 ? 1 : 2)
+__global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlocks)
     decode_fp32(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) std::byte shared[];
+  __shared__ uint64_t barriers[4];
   constexpr int kStateDim = 16 * kN16, kTileBytes = kTileRows * kStateDim * 4;
   const Mamba2Layer& layer = p.units.layer;
   const int head_dim = layer.head_dim, heads = p.units.unit_heads, window = p.units.window;
   using Unit = Mamba2Unit<Act, kStateDim>;
-  const Mamba2UnitLayout at(kStateDim, window, heads, sizeof(Act));
+  const Mamba2UnitLayout at(kStateDim, window, heads, true);
   constexpr int kEach = 16 / sizeof(Act), kXChunks = kTileRows / kEach;
   const int place_size = place_bytes(kStateDim, window, sizeof(Act));
-  const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31, part = lane & 3;
-  const int head_tiles = head_dim / kTileRows;
-  std::byte* ring = shared + at.end + (tid >> 5) * (kPlaces * place_size);
-  const auto tile_of = [&](int row, int head, int tile) {
-    return p.states.recurrence + row * p.states.row_stride + head * p.states.head_stride +
-           tile % head_tiles * kTileBytes;
+  const int tid = threadIdx.x, lane = tid & 31, part = lane & 3, warp = tid >> 5,
+            warps = static_cast<int>(blockDim.x >> 5) - 1;
+  std::byte* ring = shared + at.end + warp * (kPlaces * place_size);
+  if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
+  const TileShare share(p.work, shared + at.end + warps * (kPlaces * place_size));
+  const PreparedPlaces prepared{barriers};
+  float* dots = reinterpret_cast<float*>(shared + at.dots);
+  TileWalk walk(share, warp, warps);
+  walk.move();
+  if (!walk.runs.now.real()) return;
+  const auto prepare = [&](auto team, const TileRun& run, std::byte* place) {
+    const Unit unit(p.units, run);
+    const bool flush = unit.t + 1 == window;
+    unit.template prepare<decltype(team)>(at, !flush, flush, place, dots);
+  };
+  if (warp == warps) {
+    TileRuns& runs = walk.runs;
+    prepare(Team<0>(), runs.now, shared);
+    prepared.fill(0);
+    runs.move();
+    for (int run = 1; runs.now.real(); runs.move(), ++run) {
+      prepared.wait_emptied(run - 2);
+      prepare(Team<1>(), runs.now, shared + (run & 1) * at.unit);
+      prepared.fill(run);
+    }
+    return;
+  }
+  const auto tile_of = [&](const Unit& unit, int head, int tile) {
+    return p.states.recurrence + unit.row * p.states.row_stride + head * p.states.head_stride +
+           tile * kTileBytes;
   };
   // Every second row lies with its 64-byte halves exchanged, so that the threads that read two rows
   // together meet different banks.
-  const auto copy = [&](int index, int tile, int, int place, int t) {
-    const Unit unit(p.units, index);
-    const int head = unit.head0 + tile / head_tiles;
-    const std::byte* from = tile_of(unit.row, head, tile);
+  const auto copy = [&](const TileRun& run, int tile, int, int place) {
+    const Unit unit(p.units, run);
+    const int h = tile / p.head_tiles, head_tile = tile - h * p.head_tiles;
+    const std::byte* from = tile_of(unit, unit.head0 + h, head_tile);
     std::byte* to = ring + place * place_size;
     constexpr int kChunks = kStateDim / 4;
 #pragma unroll
@@ -53,109 +80,135 @@ __global__ void __launch_bounds__(256, kN16 > 8 ? 1 : 2)
       const int i = 32 * m + lane;
       copy_async(to + 16 * (i ^ (i / kChunks & 1) << 2), from + 16 * i);
     }
-    const int64_t first = int64_t{head} * head_dim + tile % head_tiles * kTileRows;
-    for (int i = lane; i < (t + 1) * kXChunks; i += 32) {
-      copy_async(to + kTileBytes + 16 * i,
-                 unit.x_of(i / kXChunks, t) + first + i % kXChunks * kEach);
+    const int64_t first = int64_t{unit.head0 + h} * head_dim + head_tile * kTileRows;
+    for (int i = lane; i < (run.t + 1) * kXChunks; i += 32) {
+      copy_async(to + kTileBytes + 16 * i, unit.x_of(i / kXChunks) + first + i % kXChunks * kEach);
     }
   };
-  const TileShare share(p.units.units, p.tiles);
-  TileRuns runs(&share, p.units.rows.pending, p.units.row_units);
-  TileCopies<kPlaces, 1, decltype(copy)> copies(runs, copy);
-  if (runs.next.real()) Unit(p.units, runs.next.unit).copy_inputs(at, runs.next_t, shared);
-  commit_copies();
+  TileCopies<kPlaces, 1, decltype(copy)> copies(share, warp, warps, copy);
+  prepare(Team<0>(), walk.runs.now, shared);
 
-  const float* weights = reinterpret_cast<const float*>(shared + at.weights);
-  int place = 0, walked = 0;
-  for (runs.move(); runs.now.real(); runs.move()) {
-    const Unit unit(p.units, runs.now.unit);
-    const int row = unit.row, head0 = unit.head0, t = runs.t;
+  int place = 0;
+  for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {
+    const Unit unit(p.units, walk.runs.now);
+    const int row = unit.row, head0 = unit.head0, t = unit.t, last = walk.runs.now.last;
     const bool flush = t + 1 == window;
-    const std::byte* inputs = shared + (runs.index & 1) * at.inputs;
-    const Act* bs = reinterpret_cast<const Act*>(inputs + at.b);
-    const float* skips = reinterpret_cast<const float*>(inputs + at.skip);
-    // The inputs went with the first copy of the last unit; later ones have been waited for since.
-    if (walked < kPlaces) finish_copies();
-    walked = 0;
-    __syncthreads();  // and the last unit's readers are done
-    if (runs.next.real()) {
-      Unit(p.units, runs.next.unit)
-          .copy_inputs(at, runs.next_t, shared + (~runs.index & 1) * at.inputs);
-    }
-    float4 c[kN16];
-#pragma unroll
-    for (int m = 0; m < kN16; ++m)
-      c[m] = four(reinterpret_cast<const Act*>(inputs + at.c) + 16 * m + 4 * part);
-    unit.prepare(at, t, !flush, flush, inputs, c, shared);
-
-    for (int tile = runs.now.first + (tid >> 5); tile < runs.now.last; tile += threads >> 5) {
-      copies.wait();
-      copies.begin();
-      ++walked;
-      const int odd = lane >> 2 & 1;
-      const std::byte* state =
-          ring + place * place_size + (lane >> 2) * (4 * kStateDim) + 16 * part + 64 * odd;
-      const auto state_four = [&](int m) {
-        return load4(reinterpret_cast<const float*>(state + 64 * m - (m & 1) * 128 * odd));
-      };
-      const std::byte* records = ring + place * place_size + kTileBytes;
-      if (++place == kPlaces) place = 0;
-      const int h = tile / head_tiles, q = tile % head_tiles * kTileRows + (lane >> 2);
-      const float* weight = weights + h * at.weight_row;
-      const Act* own_x = reinterpret_cast<const Act*>(records) + (lane >> 2);
-      const float last_x = to_float(own_x[t * kTileRows]);
-      float y;
-      if (!flush) {
-        if (lane < kXChunks) {
-          Act* to = static_cast<Act*>(p.units.step.ring_x) + unit.slot(t) * unit.x_stride() +
-                    int64_t{head0 + h} * head_dim + tile % head_tiles * kTileRows;
-          *reinterpret_cast<uint4*>(to + lane * kEach) =
-              *reinterpret_cast<const uint4*>(records + 16 * (t * kXChunks + lane));
-        }
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int m = 0; m < kN16; ++m) sum = fma4(state_four(m), c[m], sum);
-        y = weight[window] * sum_of_lanes(sum);
-#pragma unroll 4
-        for (int j = 0; j <= t; ++j) y = __fmaf_rn(weight[j], to_float(own_x[j * kTileRows]), y);
-      } else {
+    const std::byte* of_unit = shared + (run & 1) * at.unit;
+    const float* bs = reinterpret_cast<const float*>(of_unit + at.b);
+    const float* skips = reinterpret_cast<const float*>(of_unit + at.skip);
+    const float* weights = reinterpret_cast<const float*>(of_unit + at.weights);
+    prepared.wait_filled(run);
+    const float* cs = reinterpret_cast<const float*>(of_unit + at.c);
+    Act* out = static_cast<Act*>(p.units.step.y) + row * unit.x_stride();
+    if (flush) {
+      // Eight threads a row have two rows each, columns 16 m + 2 i and the one behind, so that what
+      // they load of B serves both.
+      const int r = lane >> 3, i = lane & 7, odd = r & 1;
+      const float *records = bs + 2 * i, *queries = cs + 2 * i;
+      for (; walk.tile < last; walk.tile += warps) {
+        copies.wait();
+        copies.begin();
+        const std::byte* state = ring + place * place_size;
+        const Act* own_x = reinterpret_cast<const Act*>(state + kTileBytes) + r;
+        state += r * (4 * kStateDim) + 8 * i + 64 * odd;
+        if (++place == kPlaces) place = 0;
+        const int h = walk.tile / p.head_tiles, head_tile = walk.tile - h * p.head_tiles;
+        const float* weight = weights + h * at.weight_row;
         const float carry = weight[window];
-        float4 s[kN16];
+        float2 s[2][kN16];
 #pragma unroll
-        for (int m = 0; m < kN16; ++m) {
-          const float4 v = state_four(m);
-          s[m] = make_float4(carry * v.x, carry * v.y, carry * v.z, carry * v.w);
+        for (int k = 0; k < 2; ++k) {
+#pragma unroll
+          for (int m = 0; m < kN16; ++m) {
+            const float2 v = *reinterpret_cast<const float2*>(state + k * (16 * kStateDim) +
+                                                              64 * m - (m & 1) * 128 * odd);
+            s[k][m] = make_float2(carry * v.x, carry * v.y);
+          }
         }
-#pragma unroll 1
+#pragma unroll 2
         for (int j = 0; j <= t; ++j) {
-          const float u = weight[j] * to_float(own_x[j * kTileRows]);
-          const Act* record = bs + j * kStateDim + 4 * part;
+          const float w = weight[j], u0 = w * to_float(own_x[j * kTileRows]),
+                      u1 = w * to_float(own_x[j * kTileRows + 4]);
 #pragma unroll
-          for (int m = 0; m < kN16; ++m) s[m] = fma1(u, four(record + 16 * m), s[m]);
+          for (int m = 0; m < kN16; ++m) {
+            const float2 b = *reinterpret_cast<const float2*>(records + j * kStateDim + 16 * m);
+            s[0][m] = make_float2(__fmaf_rn(u0, b.x, s[0][m].x), __fmaf_rn(u0, b.y, s[0][m].y));
+            s[1][m] = make_float2(__fmaf_rn(u1, b.x, s[1][m].x), __fmaf_rn(u1, b.y, s[1][m].y));
+          }
         }
-        float4* to = reinterpret_cast<float4*>(tile_of(row, head0 + h, tile)) +
-                     (lane >> 2) * (kStateDim / 4) + part;
-        float4 sum = make_float4(0, 0, 0, 0);
+        std::byte* to = tile_of(unit, head0 + h, head_tile) + r * (4 * kStateDim) + 8 * i;
         uint32_t non_finite = 0, infinite = 0;
+        float2 sum[2] = {make_float2(0, 0), make_float2(0, 0)};
 #pragma unroll
         for (int m = 0; m < kN16; ++m) {
-          __stcs(to + 4 * m, s[m]);
-          sum = fma4(s[m], c[m], sum);
-          if (p.states.health) count_odd(s[m], &non_finite, &infinite);
+          const float2 c = *reinterpret_cast<const float2*>(queries + 16 * m);
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const float2 v = s[k][m];
+            __stcs(reinterpret_cast<float2*>(to + k * (16 * kStateDim) + 64 * m), v);
+            sum[k] = make_float2(__fmaf_rn(v.x, c.x, sum[k].x), __fmaf_rn(v.y, c.y, sum[k].y));
+            if (k == 0) continue;
+            if (p.states.health)
+              count_odd(make_float4(s[0][m].x, s[0][m].y, v.x, v.y), &non_finite, &infinite);
+          }
         }
-        y = sum_of_lanes(sum);
         if (p.states.health) {
           add_tile_health(p.states.health + int64_t{row} * layer.heads + head0 + h,
                           kTileRows * kStateDim, non_finite, infinite, p.units.rows.position[row]);
         }
+        // Lanes 2 i and 2 i + 1: those 8, 4 and 2 apart, then the two.
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+#pragma unroll
+          for (int d = 4; d > 0; d /= 2) {
+            sum[k].x += __shfl_xor_sync(0xFFFFFFFFu, sum[k].x, d);
+            sum[k].y += __shfl_xor_sync(0xFFFFFFFFu, sum[k].y, d);
+          }
+        }
+        if (i < 2) {
+          float y = i == 0 ? sum[0].x + sum[0].y : sum[1].x + sum[1].y;
+          if (layer.skip) y = __fmaf_rn(skips[h], to_float(own_x[t * kTileRows + 4 * i]), y);
+          out[int64_t{head0 + h} * head_dim + head_tile * kTileRows + r + 4 * i] =
+              from_float<Act>(y);
+        }
       }
-      if (layer.skip) y = __fmaf_rn(skips[h], last_x, y);
-      if (part == 0) {
-        static_cast<Act*>(
-            p.units.step.y)[row * unit.x_stride() + int64_t{head0 + h} * head_dim + q] =
-            from_float<Act>(y);
-      }
+      prepared.empty(run);
+      continue;
     }
+    float4 c[kN16];
+#pragma unroll
+    for (int m = 0; m < kN16; ++m) c[m] = load4(cs + 16 * m + 4 * part);
+    const int odd = lane >> 2 & 1;
+    for (; walk.tile < last; walk.tile += warps) {
+      copies.wait();
+      copies.begin();
+      const std::byte* state =
+          ring + place * place_size + (lane >> 2) * (4 * kStateDim) + 16 * part + 64 * odd;
+      const std::byte* records = ring + place * place_size + kTileBytes;
+      if (++place == kPlaces) place = 0;
+      const int h = walk.tile / p.head_tiles, head_tile = walk.tile - h * p.head_tiles;
+      const int64_t first = int64_t{head0 + h} * head_dim + head_tile * kTileRows;
+      const float* weight = weights + h * at.weight_row;
+      const Act* own_x = reinterpret_cast<const Act*>(records) + (lane >> 2);
+      if (lane < kXChunks) {
+        Act* to = static_cast<Act*>(p.units.step.ring_x) + unit.slot(t) * unit.x_stride() + first;
+        *reinterpret_cast<uint4*>(to + lane * kEach) =
+            *reinterpret_cast<const uint4*>(records + 16 * (t * kXChunks + lane));
+      }
+      float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int m = 0; m < kN16; ++m) {
+        const float4 v =
+            load4(reinterpret_cast<const float*>(state + 64 * m - (m & 1) * 128 * odd));
+        sum = fma4(v, c[m], sum);
+      }
+      float y = weight[window] * sum_of_lanes(sum);
+#pragma unroll 4
+      for (int j = 0; j <= t; ++j) y = __fmaf_rn(weight[j], to_float(own_x[j * kTileRows]), y);
+      if (layer.skip) y = __fmaf_rn(skips[h], to_float(own_x[t * kTileRows]), y);
+      if (part == 0) out[first + (lane >> 2)] = from_float<Act>(y);
+    }
+    prepared.empty(run);
   }
 }
 
@@ -178,27 +231,34 @@ bool mamba2_decode_fp32(const Mamba2Layer& layer, const HeadPlan& plan, const De
     return false;
   }
   const bool bf16 = step.activation == RecordType::bf16;
-  Launch launch{{layer, rows, step, plan.window, 0, 0, 0}, states, 0};
+  const size_t place = static_cast<size_t>(place_bytes(n, plan.window, bf16 ? 2 : 4));
+  const int most = std::min(rows.rows, kMostTileRows), head_tiles = layer.head_dim / kTileRows;
   TileLaunch use;
+  int unit_heads = std::min(group_heads, kMostHeads);
   // As many heads of a group a unit as leave room.
-  for (int heads = std::min(group_heads, kMostHeads); heads > 0; --heads) {
-    if (group_heads % heads != 0) continue;
-    launch.units.unit_heads = heads;
-    launch.units.row_units = layer.heads / heads;
-    launch.units.units = rows.rows * launch.units.row_units;
-    launch.tiles = heads * (layer.head_dim / kTileRows);
-    const Mamba2UnitLayout at(n, plan.window, heads, bf16 ? 2 : 4);
-    use = TileLaunch::fit(static_cast<size_t>(at.end),
-                          static_cast<size_t>(kPlaces * place_bytes(n, plan.window, bf16 ? 2 : 4)),
-                          launch.units.units, launch.tiles, 2, 8);
-    if (use.warps >= 7) break;
+  for (;; --unit_heads) {
+    if (group_heads % unit_heads != 0) continue;
+    const Mamba2UnitLayout at(n, plan.window, unit_heads, true);
+    use = TileLaunch::fit(static_cast<size_t>(at.end) + TileShare::bytes(most), kPlaces * place,
+                          most * (layer.heads / unit_heads), unit_heads * head_tiles,
+                          n > 128 ? 1 : kMostBlocks, kMostWarps);
+    if (use.warps == kMostWarps || unit_heads == 1) break;
   }
   if (use.warps == 0) return false;
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
-  kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * use.warps), use.shared,
-           stream>>>(launch);
-  CUDA_CHECK(cudaGetLastError());
+  TileWork::each(
+      rows, plan.window, false, layer.heads / unit_heads, unit_heads * head_tiles,
+      [&](const TileWork& work) {
+        const Launch launch{
+            {layer, rows, step, plan.window, Divisor(unit_heads), Divisor(group_heads)},
+            work,
+            states,
+            Divisor(head_tiles)};
+        kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
+                 use.shared, stream>>>(launch);
+        CUDA_CHECK(cudaGetLastError());
+      });
   return true;
 }
 

@@ -10,14 +10,14 @@ namespace {
 constexpr int kTileRows = 32, kRunRows = 8;  // runs of rows lie in one head
 constexpr int kRuns = kTileRows / kRunRows;
 constexpr int kPlaces = 2;  // tiles in a warp's ring
-constexpr int kBlocks = 3;
+constexpr int kMostWarps = 7, kMostBlocks = 3;
 
 struct Launch {
   Mamba2Units units;
+  TileWork work;
   const std::byte* read;
   size_t row_stride, head_stride, scales, outer;
-  bool skip_flush;  // the rows that flush are another kernel's altogether
-  int tiles;
+  Divisor head_runs;
 };
 
 /// Bytes of a tile: codes, scales, the records' x.
@@ -26,27 +26,57 @@ __host__ __device__ constexpr int place_bytes(int state_dim, int window, int act
 }
 
 template <class Act, int kN16>
-__global__ void __launch_bounds__(256, kBlocks) read_nvfp4(const __grid_constant__ Launch p) {
+__global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
+    read_nvfp4(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) std::byte shared[];
+  __shared__ uint64_t barriers[4];
   constexpr int kStateDim = 16 * kN16, kCodeBytes = kTileRows * kStateDim / 2,
                 kScaleBytes = kTileRows * kN16;
   using Unit = Mamba2Unit<Act, kStateDim>;
   const Mamba2Layer& layer = p.units.layer;
   const int head_dim = layer.head_dim, heads = p.units.unit_heads, window = p.units.window;
-  const Mamba2UnitLayout at(kStateDim, window, heads, sizeof(Act));
+  const Mamba2UnitLayout at(kStateDim, window, heads, false);
   const int place_size = place_bytes(kStateDim, window, sizeof(Act));
-  const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
-  const int head_runs = head_dim / kRunRows, unit_runs = heads * head_runs;
-  float* cs = reinterpret_cast<float*>(shared + at.end);
-  std::byte* ring = shared + at.end + 4 * kStateDim + (tid >> 5) * (kPlaces * place_size);
-  const auto skipped = [&](int t) { return p.skip_flush && t + 1 == window; };
-  const auto copy = [&](int index, int tile, int, int place, int t) {
-    if (skipped(t)) return;
-    const Unit unit(p.units, index);
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5,
+            warps = static_cast<int>(blockDim.x >> 5) - 1;
+  const int unit_runs = heads * p.head_runs;
+  std::byte* ring = shared + at.end + warp * (kPlaces * place_size);
+  if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
+  const TileShare share(p.work, shared + at.end + warps * (kPlaces * place_size));
+  const PreparedPlaces prepared{barriers};
+  float* dots = reinterpret_cast<float*>(shared + at.dots);
+  TileWalk walk(share, warp, warps);
+  walk.move();
+  if (!walk.runs.now.real()) return;
+  // C and the weights of a unit; its heads' scales.
+  const auto prepare = [&](auto team, const TileRun& run, std::byte* place) {
+    using Team = decltype(team);
+    const Unit unit(p.units, run);
+    for (int h = Team::rank(); h < heads; h += Team::size()) {
+      reinterpret_cast<float*>(place + at.scale)[h] = *reinterpret_cast<const float*>(
+          p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
+    }
+    unit.template prepare<Team>(at, unit.t + 1 < window, false, place, dots);
+  };
+  if (warp == warps) {
+    TileRuns& runs = walk.runs;
+    prepare(Team<0>(), runs.now, shared);
+    prepared.fill(0);
+    runs.move();
+    for (int run = 1; runs.now.real(); runs.move(), ++run) {
+      prepared.wait_emptied(run - 2);
+      prepare(Team<1>(), runs.now, shared + (run & 1) * at.unit);
+      prepared.fill(run);
+    }
+    return;
+  }
+  const auto copy = [&](const TileRun& of, int tile, int, int place) {
+    const Unit unit(p.units, of);
     // A thread's 16 bytes are all of the same run of rows.
     const int own_run = lane % kRuns, nth = lane / kRuns,
               run = min(tile * kRuns + own_run, unit_runs - 1);
-    const int head = unit.head0 + run / head_runs, row = run % head_runs * kRunRows;
+    const int h = run / p.head_runs, row = (run - h * p.head_runs) * kRunRows,
+              head = unit.head0 + h;
     const std::byte* from = p.read + unit.row * p.row_stride + head * p.head_stride;
     std::byte* to = ring + place * place_size;
 #pragma unroll
@@ -61,60 +91,35 @@ __global__ void __launch_bounds__(256, kBlocks) read_nvfp4(const __grid_constant
     }
     constexpr int kXChunks = kRunRows / Unit::kEach;
     const int64_t first = int64_t{head} * head_dim + row;
-    for (int i = nth; i < (t + 1) * kXChunks; i += 32 / kRuns) {
+    for (int i = nth; i < (of.t + 1) * kXChunks; i += 32 / kRuns) {
       const int j = i / kXChunks, part = i % kXChunks;
       copy_async(to + kCodeBytes + kScaleBytes +
                      (j * kTileRows + own_run * kRunRows + part * Unit::kEach) * sizeof(Act),
-                 unit.x_of(j, t) + first + part * Unit::kEach);
+                 unit.x_of(j) + first + part * Unit::kEach);
     }
   };
-  const TileShare share(p.units.units, p.tiles);
-  TileRuns runs(&share, p.units.rows.pending, p.units.row_units);
-  TileCopies<kPlaces, 1, decltype(copy)> copies(runs, copy);
-  const auto copy_inputs = [&](const TileRun& run, int t, int half) {
-    if (!run.real() || skipped(t)) return;
-    const Unit unit(p.units, run.unit);
-    std::byte* to = shared + half * at.inputs;
-    unit.copy_inputs(at, t, to);
-    for (int h = tid; h < heads; h += threads) {
-      copy_word(to + at.scale + 4 * h,
-                p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
-    }
-  };
-  copy_inputs(runs.next, runs.next_t, 0);
-  commit_copies();
+  TileCopies<kPlaces, 1, decltype(copy)> copies(share, warp, warps, copy);
+  prepare(Team<0>(), walk.runs.now, shared);
 
   const uint32_t unit_matrix = unit_part();
-  const float* all_weights = reinterpret_cast<const float*>(shared + at.weights);
-  int place = 0, walked = 0;
-  for (runs.move(); runs.now.real(); runs.move()) {
-    const Unit unit(p.units, runs.now.unit);
-    const int t = runs.t;
+  int place = 0;
+  for (int run_index = 0; walk.runs.now.real(); walk.move(), ++run_index) {
+    const Unit unit(p.units, walk.runs.now);
+    const int t = unit.t, last = walk.runs.now.last;
     const bool flush = t + 1 == window;
-    const std::byte* inputs = shared + (runs.index & 1) * at.inputs;
-    // The inputs went with the first copy of the last unit; later ones have been waited for since.
-    if (walked < kPlaces) finish_copies();
-    walked = 0;
-    __syncthreads();  // and the last unit's readers are done
-    copy_inputs(runs.next, runs.next_t, ~runs.index & 1);
-    if (!skipped(t)) {
-      const Act* act_c = reinterpret_cast<const Act*>(inputs + at.c);
-      float4 c[kN16];
-#pragma unroll
-      for (int m = 0; m < kN16; ++m) c[m] = four(act_c + 16 * m + 4 * (tid & 3));
-      for (int n = tid; n < kStateDim; n += threads) cs[n] = to_float(act_c[n]);
-      unit.prepare(at, t, !flush, false, inputs, c, shared);
-    }
-    for (int tile = runs.now.first + (tid >> 5); tile < runs.now.last; tile += threads >> 5) {
+    const std::byte* of_unit = shared + (run_index & 1) * at.unit;
+    const float* cs = reinterpret_cast<const float*>(of_unit + at.c);
+    const float* all_weights = reinterpret_cast<const float*>(of_unit + at.weights);
+    prepared.wait_filled(run_index);
+    for (; walk.tile < last; walk.tile += warps) {
       copies.wait();
       copies.begin();
-      ++walked;
       const std::byte* packed = ring + place * place_size;
       if (++place == kPlaces) place = 0;
-      if (skipped(t)) continue;
-      const int run = tile * kRuns + lane / kRunRows, h = min(run, unit_runs - 1) / head_runs,
-                r = run % head_runs * kRunRows + lane % kRunRows;
-      const float outer = 128.0f * reinterpret_cast<const float*>(inputs + at.scale)[h];
+      const int run = walk.tile * kRuns + lane / kRunRows,
+                h = min(run, unit_runs - 1) / p.head_runs,
+                r = (run - h * p.head_runs) * kRunRows + lane % kRunRows;
+      const float outer = 128.0f * reinterpret_cast<const float*>(of_unit + at.scale)[h];
       float sum[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) sum[i] = 0.0f;
@@ -158,7 +163,7 @@ __global__ void __launch_bounds__(256, kBlocks) read_nvfp4(const __grid_constant
       for (int j = 0; j <= t; ++j) y = __fmaf_rn(weight[j], to_float(x[j * kTileRows]), y);
       if (run >= unit_runs) continue;
       if (layer.skip) {
-        y = __fmaf_rn(reinterpret_cast<const float*>(inputs + at.skip)[h],
+        y = __fmaf_rn(reinterpret_cast<const float*>(of_unit + at.skip)[h],
                       to_float(x[t * kTileRows]), y);
       }
       const int64_t first = int64_t{unit.head0 + h} * head_dim + r;
@@ -168,6 +173,7 @@ __global__ void __launch_bounds__(256, kBlocks) read_nvfp4(const __grid_constant
             x[t * kTileRows];
       }
     }
+    prepared.empty(run_index);
   }
 }
 
@@ -188,31 +194,32 @@ bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
   const int n = layer.state_dim;
   const PackedLayout l = packed_layout(d, layer.head_dim, n);
   if (!is_nvfp4(d, l) || (n != 64 && n != 128 && n != 256) || l.scales % 16 != 0) return false;
-  const bool bf16 = step.activation == RecordType::bf16;
-  Launch launch{{layer, rows, step, plan.window, 0, 0, 0},
-                plan.read ? states.read : states.recurrence,
-                plan.read ? states.read_row_stride : states.row_stride,
-                plan.read ? states.read_head_stride : states.head_stride,
-                l.scales,
-                l.outer,
-                plan.flush_output == FlushOutput::recurrence,
-                0};
-  const int heads = layer.heads / layer.groups;
-  launch.units.unit_heads = heads;
-  launch.units.row_units = layer.groups;
-  launch.units.units = rows.rows * layer.groups;
-  launch.tiles = (heads * (layer.head_dim / kRunRows) + kRuns - 1) / kRuns;
-  const Mamba2UnitLayout at(n, plan.window, heads, bf16 ? 2 : 4);
+  const bool bf16 = step.activation == RecordType::bf16,
+             skip_flush = plan.flush_output == FlushOutput::recurrence;
+  const int heads = layer.heads / layer.groups, head_runs = layer.head_dim / kRunRows,
+            tiles = (heads * head_runs + kRuns - 1) / kRuns,
+            most = std::min(rows.rows, kMostTileRows);
+  const Mamba2UnitLayout at(n, plan.window, heads, false);
   const TileLaunch use =
-      TileLaunch::fit(static_cast<size_t>(at.end) + 4 * static_cast<size_t>(n),
+      TileLaunch::fit(static_cast<size_t>(at.end) + TileShare::bytes(most),
                       static_cast<size_t>(kPlaces * place_bytes(n, plan.window, bf16 ? 2 : 4)),
-                      launch.units.units, launch.tiles, kBlocks, 8);
+                      most * layer.groups, tiles, kMostBlocks, kMostWarps);
   if (use.warps == 0) return false;
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
-  kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * use.warps), use.shared,
-           stream>>>(launch);
-  CUDA_CHECK(cudaGetLastError());
+  TileWork::each(rows, plan.window, skip_flush, layer.groups, tiles, [&](const TileWork& work) {
+    const Launch launch{{layer, rows, step, plan.window, Divisor(heads), Divisor(heads)},
+                        work,
+                        plan.read ? states.read : states.recurrence,
+                        plan.read ? states.read_row_stride : states.row_stride,
+                        plan.read ? states.read_head_stride : states.head_stride,
+                        l.scales,
+                        l.outer,
+                        Divisor(head_runs)};
+    kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
+             use.shared, stream>>>(launch);
+    CUDA_CHECK(cudaGetLastError());
+  });
   return true;
 }
 

@@ -10,16 +10,18 @@ struct Mamba2Units {
   Mamba2Layer layer;
   DecodeRows rows;
   Mamba2DecodeStep step;
-  int window, unit_heads, row_units, units;
+  int window;
+  Divisor unit_heads, group_heads;
 };
 
 /// Shared memory in bytes.
 struct Mamba2UnitLayout {
-  int weight_row;                            // weights of a head: records, then the checkpoint's
-  int b, c, dt, decay, skip, scale, inputs;  // of a unit, twice
-  int dots, weights, end;
+  int weight_row;                                   // weights of a head: records, the checkpoint's
+  int b, c, dt, decay, skip, scale, weights, unit;  // of a unit, twice
+  int dots, end;
 
-  __host__ __device__ Mamba2UnitLayout(int state_dim, int window, int heads, int act_bytes) {
+  /// `fold`: with room for the records' B.
+  __host__ __device__ Mamba2UnitLayout(int state_dim, int window, int heads, bool fold) {
     weight_row = window + 1;
     int at = 0;
     const auto take = [&at](int bytes) {
@@ -27,115 +29,115 @@ struct Mamba2UnitLayout {
       at += (bytes + 15) / 16 * 16;
       return from;
     };
-    b = take(window * state_dim * act_bytes);
-    c = take(state_dim * act_bytes);
+    b = take(fold ? 4 * window * state_dim : 0);
+    c = take(4 * state_dim);
     dt = take(4 * window * heads);
     decay = take(4 * heads);
     skip = take(4 * heads);
     scale = take(4 * heads);
-    inputs = at;
+    weights = take(4 * heads * weight_row);
+    unit = at;
     at *= 2;
     dots = take(4 * window);
-    weights = take(4 * heads * weight_row);
     end = at;
   }
 };
 
-/// A unit as a block sees it; `records` of them lie in its row's ring.
+/// A unit, part `part` of a row with t records in its ring.
 template <class Act, int kStateDim>
 struct Mamba2Unit {
   static constexpr int kEach = 16 / sizeof(Act), kChunks = kStateDim / kEach;
   const Mamba2Units& p;
-  int row, head0, group;
+  int row, t, head0, group;
 
-  __device__ Mamba2Unit(const Mamba2Units& units, int unit) : p(units) {
-    row = unit / p.row_units;
-    head0 = unit % p.row_units * p.unit_heads;
-    group = head0 / (p.layer.heads / p.layer.groups);
+  __device__ Mamba2Unit(const Mamba2Units& units, const TileRun& run)
+      : p(units), row(run.row), t(run.t) {
+    head0 = run.part * p.unit_heads;
+    group = head0 / p.group_heads;
   }
   __device__ int64_t x_stride() const { return int64_t{p.layer.heads} * p.layer.head_dim; }
   __device__ int64_t b_stride() const { return int64_t{p.layer.groups} * kStateDim; }
   __device__ int64_t slot(int j) const { return int64_t{row} * p.window + j; }
-  /// x of record j of `t` and the token behind them.
-  __device__ const Act* x_of(int j, int t) const {
+  /// x of record j; the token is record t.
+  __device__ const Act* x_of(int j) const {
     return j == t ? static_cast<const Act*>(p.step.x) + row * x_stride()
                   : static_cast<const Act*>(p.step.ring_x) + slot(j) * x_stride();
   }
-
-  /// Begins to copy the records of B, C, steps, decays and skips.
-  __device__ void copy_inputs(const Mamba2UnitLayout& at, int t, std::byte* to) const {
-    const int tid = threadIdx.x, threads = blockDim.x, heads = p.unit_heads, all = p.layer.heads;
-    const int64_t own = row * b_stride() + group * kStateDim;
-    const Act* own_b = static_cast<const Act*>(p.step.b) + own;
-    const Act* ring_b =
-        static_cast<const Act*>(p.step.ring_b) + slot(0) * b_stride() + group * kStateDim;
-    for (int i = tid; i < (t + 1) * kChunks; i += threads) {
-      const int j = i / kChunks;
-      copy_async(to + at.b + 16 * i,
-                 (j == t ? own_b : ring_b + j * b_stride()) + i % kChunks * kEach);
-    }
-    for (int i = tid; i < kChunks; i += threads)
-      copy_async(to + at.c + 16 * i, static_cast<const Act*>(p.step.c) + own + i * kEach);
-    const float* own_dt = p.step.dt + int64_t{row} * all + head0;
-    const float* ring_dt = p.step.ring_dt + slot(0) * all + head0;
-    for (int i = tid; i < (t + 1) * heads; i += threads) {
-      const int j = i / heads;
-      copy_word(to + at.dt + 4 * i, (j == t ? own_dt : ring_dt + int64_t{j} * all) + i % heads);
-    }
-    for (int h = tid; h < heads; h += threads) {
-      copy_word(to + at.decay + 4 * h, p.layer.decay_log2 + head0 + h);
-      if (p.layer.skip) copy_word(to + at.skip + 4 * h, p.layer.skip + head0 + h);
-    }
+  __device__ const Act* b_of(int j) const {
+    return (j == t ? static_cast<const Act*>(p.step.b) + row * b_stride()
+                   : static_cast<const Act*>(p.step.ring_b) + slot(j) * b_stride()) +
+           group * kStateDim;
   }
 
-  /// With `append` the token's B and step go to the ring. Makes the weights of all records,
-  /// (2^D dt) (B . C) or for a fold 2^D dt, and of the checkpoint, from inputs that have come; ends
-  /// with a barrier. c: the thread's columns 16 m + 4 (thread % 4) of C.
-  __device__ void prepare(const Mamba2UnitLayout& at, int t, bool append, bool fold,
-                          const std::byte* inputs, const float4 (&c)[kStateDim / 16],
-                          std::byte* shared) const {
-    const int tid = threadIdx.x, threads = blockDim.x, part = tid & 3, heads = p.unit_heads;
-    const Act* bs = reinterpret_cast<const Act*>(inputs + at.b);
-    const float* dts = reinterpret_cast<const float*>(inputs + at.dt);
-    const float* decays = reinterpret_cast<const float*>(inputs + at.decay);
-    float* dots = reinterpret_cast<float*>(shared + at.dots);
-    float* weights = reinterpret_cast<float*>(shared + at.weights);
-    if (append) {
-      for (int h = tid; h < heads; h += threads)
-        p.step.ring_dt[slot(t) * p.layer.heads + head0 + h] = dts[t * heads + h];
-      if (head0 % (p.layer.heads / p.layer.groups) == 0) {
-        Act* to = static_cast<Act*>(p.step.ring_b) + slot(t) * b_stride() + group * kStateDim;
-        for (int i = tid; i < kChunks; i += threads) {
-          *reinterpret_cast<uint4*>(to + i * kEach) =
-              *reinterpret_cast<const uint4*>(bs + t * kStateDim + i * kEach);
-        }
+  /// Of all records the weights, (2^D dt) (B . C) or for a `fold` 2^D dt, and that of the
+  /// checkpoint; C, for a fold B, and skips. With `append` the token's B and step go to the ring.
+  /// Ends with the team's barrier.
+  template <class Team>
+  __device__ void prepare(const Mamba2UnitLayout& at, bool append, bool fold, std::byte* unit,
+                          float* dots) const {
+    const int tid = Team::rank(), threads = Team::size(), part = tid & 3;
+    const Divisor heads = p.unit_heads;
+    const Act* act_c = static_cast<const Act*>(p.step.c) + row * b_stride() + group * kStateDim;
+    float* dts = reinterpret_cast<float*>(unit + at.dt);
+    float* decays = reinterpret_cast<float*>(unit + at.decay);
+    float* skips = reinterpret_cast<float*>(unit + at.skip);
+    float* weights = reinterpret_cast<float*>(unit + at.weights);
+    const float* own_dt = p.step.dt + int64_t{row} * p.layer.heads + head0;
+    float* ring_dt = p.step.ring_dt + slot(0) * p.layer.heads + head0;
+#pragma unroll 4
+    for (int i = tid; i < (t + 1) * heads; i += threads) {
+      const int j = i / heads, h = i - j * heads;
+      const float dt = (j == t ? own_dt : ring_dt + int64_t{j} * p.layer.heads)[h];
+      dts[i] = dt;
+      if (j == t && append) ring_dt[int64_t{j} * p.layer.heads + h] = dt;
+    }
+    for (int h = tid; h < heads; h += threads) {
+      decays[h] = p.layer.decay_log2[head0 + h];
+      if (p.layer.skip) skips[h] = p.layer.skip[head0 + h];
+    }
+    for (int i = tid; i < kStateDim / 4; i += threads)
+      store4(reinterpret_cast<float*>(unit + at.c) + 4 * i, four(act_c + 4 * i));
+    if (append && head0 % p.group_heads == 0) {
+      Act* to = static_cast<Act*>(p.step.ring_b) + slot(t) * b_stride() + group * kStateDim;
+      for (int i = tid; i < kChunks; i += threads) {
+        *reinterpret_cast<uint4*>(to + i * kEach) =
+            *reinterpret_cast<const uint4*>(b_of(t) + i * kEach);
       }
     }
-    if (!fold) {
+    if (fold) {
+      float* b = reinterpret_cast<float*>(unit + at.b);
+#pragma unroll 4
+      for (int i = tid; i < (t + 1) * (kStateDim / 4); i += threads) {
+        const int j = i / (kStateDim / 4), column = i % (kStateDim / 4) * 4;
+        store4(b + 4 * i, four(b_of(j) + column));
+      }
+    } else {
       // B_j . C_t, four threads a record.
       for (int base = 0; base <= t; base += threads / 4) {
         const int record = base + tid / 4, j = min(record, t);
+        const Act* b = b_of(j);
         float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int m = 0; m < kStateDim / 16; ++m)
-          sum = fma4(four(bs + j * kStateDim + 16 * m + 4 * part), c[m], sum);
+          sum = fma4(four(b + 16 * m + 4 * part), four(act_c + 16 * m + 4 * part), sum);
         const float product = sum_of_lanes(sum);
         if (record <= t && part == 0) dots[j] = product;
       }
-      __syncthreads();
     }
+    Team::meet();
     for (int i = tid; i < (t + 2) * heads; i += threads) {
-      const int j = i / heads, h = i % heads;
+      const int j = i / heads, h = i - j * heads;
       const bool carry = j == t + 1;
+      const float decay = decays[h];
       float exponent = 0.0f;
-      for (int k = carry ? 0 : j + 1; k <= t; ++k)
-        exponent = exponent + dts[k * heads + h] * decays[h];
+#pragma unroll 4
+      for (int k = carry ? 0 : j + 1; k <= t; ++k) exponent = exponent + dts[k * heads + h] * decay;
       float weight = exp2_ordered(exponent);
       if (!carry) weight = weight * dts[j * heads + h];
       if (!carry && !fold) weight = weight * dots[j];
       weights[h * at.weight_row + (carry ? p.window : j)] = weight;
     }
-    __syncthreads();
+    Team::meet();
   }
 };
 
