@@ -17,6 +17,9 @@ std::string opening_tag(const std::string& think_end) {
   return "<" + think_end.substr(2);
 }
 
+/// Rows that take prompts for a decoder: one for every state, and a few more.
+int entry_rows(size_t states) { return static_cast<int>(std::max<size_t>(states, 8)); }
+
 bool is_space(char c) { return c == ' ' || c == '\n' || c == '\t' || c == '\r'; }
 
 }  // namespace
@@ -92,9 +95,12 @@ const char* name_of(FinishReason reason) {
 // Rows
 // ---------------------------------------------------------------------------------------------------------------
 
-/// A row that answers: tokens of the prompt, then its own ones, go through it.
+/// A row that answers: tokens of the prompt, then its own ones, go through it. With a decoder a row
+/// of the StateSet takes the prompt and the first choice, the decoder's row that was set aside for
+/// it the rest.
 struct Generator::Slot {
   bool active = false;
+  int decoder_row = -1;
   GenerationRequest request;
   GenerationResult result;
   std::optional<AnswerText> text;
@@ -149,14 +155,49 @@ Generator::Generator(const Model& model, const Tokenizer& tokenizer,
   }
   class_of_state_.assign(precisions_.size(), 0);
   if (shares_prompts()) find_classes(baseline);
-  std::vector<RowSpec> rows(static_cast<size_t>(options_.slots), RowSpec{precisions_[0], 0, 0, 0});
+  make_decoder(baseline);
+  entries_ = decoder_ ? std::min(decoder_->rows(), entry_rows(precisions_.size())) : options_.slots;
+  std::vector<RowSpec> rows(static_cast<size_t>(entries_), RowSpec{precisions_[0], 0, 0, 0});
   for (PromptClass& c : classes_) {
     c.prefix.row = static_cast<int>(rows.size());
     c.whole.row = c.prefix.row + 1;
     rows.insert(rows.end(), 2, RowSpec{precisions_[static_cast<size_t>(c.state)], 0, 1, 0});
   }
   states_ = std::make_unique<StateSet>(model_, std::move(rows), baseline, options_.kernels);
-  slots_.resize(static_cast<size_t>(options_.slots));
+}
+
+/// The caches of rows that hold prompts come out of the same limit.
+void Generator::make_decoder(const StatePrecision& baseline) {
+  if (!model_.backend().on_device() || options_.most_tokens == 0) return;
+  DecoderOptions wanted;
+  wanted.states = precisions_;
+  wanted.baseline = baseline;
+  wanted.form = options_.kernels;
+  wanted.rows_per_state = std::max(1, options_.slots / static_cast<int>(precisions_.size()));
+  wanted.most_positions = options_.most_tokens;
+  wanted.cache_positions =
+      options_.most_tokens * wanted.rows_per_state * static_cast<int64_t>(precisions_.size());
+  if (options_.cache_bytes > 0 && cache_needed(1) > 0) {
+    const int64_t prompts =
+        entry_rows(precisions_.size()) + 2 * static_cast<int64_t>(classes_.size());
+    const int64_t left = options_.cache_bytes - prompts * cache_needed(options_.most_tokens);
+    const double positions = static_cast<double>(left) * static_cast<double>(options_.most_tokens) /
+                             static_cast<double>(cache_needed(options_.most_tokens));
+    if (positions < static_cast<double>(options_.most_tokens)) {
+      refusal_ = "the caches of prompts and one answer do not fit";
+      return;
+    }
+    wanted.cache_positions = std::min(wanted.cache_positions, static_cast<int64_t>(positions));
+  }
+  if (const auto reason = Decoder::refusal(model_, wanted)) {
+    refusal_ = *reason;
+    return;
+  }
+  try {
+    decoder_ = std::make_unique<Decoder>(model_, std::move(wanted));
+  } catch (const std::invalid_argument& error) {  // a format that the step's kernels refuse
+    refusal_ = error.what();
+  }
 }
 
 int Generator::prompt_classes() const { return static_cast<int>(classes_.size()); }
@@ -223,7 +264,7 @@ void Generator::restart(const PromptClass& group, Shared& shared,
 /// by ending, prompts of other classes than `own` are given up for it; throws when that does not
 /// help.
 bool Generator::fits(int64_t tokens, const std::string& what, const PromptClass* own) {
-  if (options_.cache_bytes == 0) return true;
+  if (options_.cache_bytes == 0 || decoder_) return true;
   const int64_t needed = cache_needed(tokens);
   if (cache_held() + needed <= options_.cache_bytes) return true;
   if (any_active()) return false;
@@ -267,7 +308,7 @@ void Generator::look_ahead(const Supply& supply) {
 /// Moves requests whose prompts are ready into free slots, in order; returns how many.
 int Generator::admit() {
   int admitted = 0;
-  for (size_t r = 0; r < slots_.size() && !queue_.empty(); ++r) {
+  for (size_t r = 0; r < static_cast<size_t>(entries_) && !queue_.empty(); ++r) {
     Slot& slot = slots_[r];
     if (slot.active) continue;
     const GenerationRequest& request = queue_.front();
@@ -279,10 +320,13 @@ int Generator::admit() {
     }
     const int64_t reserved = prompt + request.max_tokens;
     if (!fits(reserved, "an answer", group)) break;
+    const int decoder_row = decoder_ ? decoder_->reserve(request.state, reserved) : -1;
+    if (decoder_ && decoder_row < 0) break;
     const int row = static_cast<int>(r);
     states_->reset(row, {precisions_[static_cast<size_t>(request.state)], request.stream,
                          options_.decode_prompt ? 0 : prompt, options_.prefill_chunk});
     slot = Slot{};
+    slot.decoder_row = decoder_row;
     if (group != nullptr && group->whole.done > 0) {
       states_->copy_prompt(group->whole.row, row);
       slot.fed = group->whole.done;
@@ -348,7 +392,7 @@ void Generator::start_shared() {
 std::vector<Generator::Piece> Generator::next_pieces() {
   std::vector<Piece> pieces;
   int64_t budget = options_.chunk_tokens;
-  for (size_t r = 0; r < slots_.size(); ++r) {
+  for (size_t r = 0; r < static_cast<size_t>(entries_); ++r) {
     const Slot& slot = slots_[r];
     if (!slot.active) continue;
     const std::vector<int32_t>& prompt = slot.request.prompt->tokens;
@@ -393,7 +437,7 @@ void Generator::step(std::vector<Piece>& pieces, const Sink& sink) {
   const Hidden hidden = model_.forward({tokens, lengths}, *states_);
   ++counts_.steps;
   for (const Piece& piece : pieces) {
-    if (piece.row >= options_.slots) {
+    if (piece.row >= entries_) {
       for (PromptClass& group : classes_) {
         for (Shared* shared : {&group.prefix, &group.whole}) {
           if (shared->row == piece.row) shared->done += piece.count;
@@ -417,20 +461,22 @@ void Generator::choose(const std::vector<int>& rows, const std::vector<int64_t>&
   const int64_t slice =
       std::clamp<int64_t>(kLogitSliceBytes / (vocabulary * static_cast<int64_t>(sizeof(float))), 1,
                           std::max<int64_t>(count, 1));
-  std::vector<float> logits(static_cast<size_t>(std::min(slice, count) * vocabulary));
+  const auto values = static_cast<size_t>(std::min(slice, count) * vocabulary);
+  if (logits_.size() < values) logits_.resize(values);
   std::vector<Choice> choices(rows.size());
   for (int64_t first = 0; first < count; first += slice) {
     const int64_t part = std::min(slice, count - first);
     const Hidden chosen =
         hidden.select(std::span(at).subspan(static_cast<size_t>(first), static_cast<size_t>(part)));
-    model_.lm_head(chosen, 0, part, logits.data());
+    model_.lm_head(chosen, 0, part, logits_.data());
 #pragma omp parallel for schedule(dynamic, 1) if (part > 1)
     for (int64_t i = 0; i < part; ++i) {
       const int row = rows[static_cast<size_t>(first + i)];
       const GenerationRequest& request = slots_[static_cast<size_t>(row)].request;
       const DrawKey key{options_.seed, request.stream, states_->position(row)};
-      choices[static_cast<size_t>(first + i)] = choose_token(
-          {logits.data() + i * vocabulary, static_cast<size_t>(vocabulary)}, request.sampling, key);
+      choices[static_cast<size_t>(first + i)] =
+          choose_token({logits_.data() + i * vocabulary, static_cast<size_t>(vocabulary)},
+                       request.sampling, key);
     }
   }
   for (size_t i = 0; i < rows.size(); ++i) take(rows[i], choices[i], sink);
@@ -458,34 +504,77 @@ void Generator::take(int row, const Choice& choice, const Sink& sink) {
       result.finish = FinishReason::length;
     }
   }
-  if (!ended) return;
+  if (!ended) {
+    if (decoder_ && row < entries_) hand_on(row);
+    return;
+  }
   if (slot.active && slot.text->finish()) result.finish = FinishReason::stop;
   slot.active = false;
   result.text = slot.text->text();
   result.seconds = std::chrono::duration<double>(Clock::now() - slot.admitted).count();
   ++counts_.answers;
-  states_->reset(row, {precisions_[0], 0, 0, 0});  // gives its key-value pages back
+  if (row < entries_) states_->reset(row, {precisions_[0], 0, 0, 0});  // gives its cache back
+  if (decoder_) decoder_->release(slot.decoder_row);
   GenerationResult finished = std::move(result);
   slot = Slot{};
   sink(std::move(finished));
+}
+
+/// The row's answer goes on in the decoder.
+void Generator::hand_on(int row) {
+  Slot& slot = slots_[static_cast<size_t>(row)];
+  decoder_->admit(slot.decoder_row, *states_, row);
+  states_->reset(row, {precisions_[0], 0, 0, 0});
+  slots_[static_cast<size_t>(entries_ + slot.decoder_row)] = std::move(slot);
+  slot = Slot{};
+}
+
+/// A token of every answer in the decoder; false when there is none.
+bool Generator::decode(const Sink& sink) {
+  if (!decoder_) return false;
+  std::vector<int32_t> tokens(static_cast<size_t>(decoder_->rows()), 0);
+  std::vector<int> rows;
+  for (int r = 0; r < decoder_->rows(); ++r) {
+    const Slot& slot = slots_[static_cast<size_t>(entries_ + r)];
+    if (!slot.active) continue;
+    tokens[static_cast<size_t>(r)] = slot.result.tokens.back();
+    rows.push_back(r);
+  }
+  if (rows.empty()) return false;
+  const std::span<const Decoder::Choice> greedy = decoder_->step(tokens);
+  ++counts_.captured;
+  const auto vocabulary = static_cast<size_t>(model_.spec().vocabulary);
+  for (int r : rows) {
+    const GenerationRequest& request = slots_[static_cast<size_t>(entries_ + r)].request;
+    Choice choice{greedy[static_cast<size_t>(r)].token, greedy[static_cast<size_t>(r)].margin};
+    if (!request.sampling.greedy()) {
+      if (logits_.size() < vocabulary) logits_.resize(vocabulary);
+      decoder_->logits(r, logits_.data());
+      const DrawKey key{options_.seed, request.stream, decoder_->position(r)};
+      choice = choose_token({logits_.data(), vocabulary}, request.sampling, key);
+    }
+    take(entries_ + r, choice, sink);
+  }
+  return true;
 }
 
 bool Generator::run(const Supply& supply, const Sink& sink, const AfterStep& after_step) {
   exhausted_ = false;
   queue_.clear();
   slots_.clear();
-  slots_.resize(static_cast<size_t>(options_.slots));
+  slots_.resize(static_cast<size_t>(entries_ + (decoder_ ? decoder_->rows() : 0)));
+  for (int r = 0; decoder_ && r < decoder_->rows(); ++r) decoder_->release(r);
   for (;;) {
     do {
       look_ahead(supply);
       start_shared();
     } while (admit() > 0);
     std::vector<Piece> pieces = next_pieces();
-    if (pieces.empty()) {
+    if (!pieces.empty()) step(pieces, sink);
+    if (!decode(sink) && pieces.empty()) {
       if (!any_active() && queue_.empty() && exhausted_) return true;
       throw std::logic_error("generate: no row can advance");
     }
-    step(pieces, sink);
     if (after_step && !after_step(counts_)) return false;
   }
 }

@@ -13,6 +13,7 @@
 
 #include "datasets/tokenizer.h"
 #include "harness/sampling.h"
+#include "models/decoder.h"
 #include "models/model.h"
 #include "models/state_precision.h"
 #include "models/state_store.h"
@@ -98,6 +99,10 @@ struct GenerationOptions {
   uint64_t seed = 0;           // of the draws
   std::vector<int32_t> end_tokens;
   int64_t cache_bytes = 0;  // limit for key-value caches; 0: none
+  /// On a device: no prompt and its answer is longer. Answers then decode as captured steps
+  /// (models/decoder.h) where the states allow it, slots / states of each state side by side; 0:
+  /// through Model::forward.
+  int64_t most_tokens = 0;
   ComputeType compute = ComputeType::fp32;
   KernelForm kernels = KernelForm::fast;
 };
@@ -108,6 +113,7 @@ struct GenerationCounts {
   int64_t prefilled = 0;  // prompt tokens computed
   int64_t copied = 0;     // prompt tokens taken from another row instead
   int64_t steps = 0;      // calls of Model::forward
+  int64_t captured = 0;   // steps of the decoder
   int most_rows = 0;      // answers side by side, at most
 };
 
@@ -138,7 +144,11 @@ class Generator {
   const GenerationCounts& counts() const { return counts_; }
   const ForwardTimes& times() const { return states_->times(); }
   /// Key-value cache held now.
-  int64_t cache_bytes() const { return static_cast<int64_t>(states_->cache_bytes()); }
+  int64_t cache_bytes() const {
+    return static_cast<int64_t>(states_->cache_bytes()) + (decoder_ ? decoder_->cache_bytes() : 0);
+  }
+  /// Why answers do not decode as captured steps; empty when they do.
+  const std::string& refusal() const { return refusal_; }
   /// Groups of states that compute prompts alike.
   int prompt_classes() const;
   /// Rows of a StateSet that a generator for so many slots and states holds at most.
@@ -150,6 +160,7 @@ class Generator {
   struct PromptClass;
   struct Piece;
 
+  void make_decoder(const StatePrecision& baseline);
   bool shares_prompts() const;
   void find_classes(const StatePrecision& baseline);
   int64_t cache_needed(int64_t tokens) const;
@@ -165,6 +176,8 @@ class Generator {
   void step(std::vector<Piece>& pieces, const Sink& sink);
   void choose(const std::vector<int>& rows, const std::vector<int64_t>& at, const Hidden& hidden,
               const Sink& sink);
+  bool decode(const Sink& sink);
+  void hand_on(int row);
   void take(int row, const Choice& choice, const Sink& sink);
 
   const Model& model_;
@@ -173,9 +186,13 @@ class Generator {
   GenerationOptions options_;
   std::vector<PromptClass> classes_;
   std::vector<int> class_of_state_;
+  std::string refusal_;
+  std::unique_ptr<Decoder> decoder_;
+  int entries_ = 0;  // slots that are rows of states_; the decoder's rows follow
   std::unique_ptr<StateSet> states_;
   std::vector<Slot> slots_;
   std::vector<GenerationRequest> queue_;
+  std::vector<float> logits_;  // of a step's rows, kept for the next step
   bool exhausted_ = false;
   GenerationCounts counts_;
 };

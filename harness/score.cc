@@ -480,12 +480,15 @@ bool ScoreRun::run(const SlotPlan& memory) {
   options.seed = experiment_.state_options.seed;
   options.end_tokens = tokenizer_.eos_ids();
   options.cache_bytes = memory.cache;
+  options.most_tokens = memory.longest;
   options.compute = experiment_.compute;
   options.kernels = experiment_.kernels;
   bool stopped = false;
   const Clock::time_point start = stored_ = Clock::now();
   if (!missing_.empty()) {
     Generator generator(model_, tokenizer_, std::move(states), experiment_.baseline, options);
+    if (!generator.refusal().empty())
+      progress_->note("no captured decoding: " + generator.refusal());
     int64_t seen = 0;
     stopped = !generator.run(
         [&] { return next_request(); }, [&](GenerationResult&& result) { take(std::move(result)); },

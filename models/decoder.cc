@@ -247,7 +247,7 @@ Decoder::Implementation::Implementation(const Model& m, DecoderOptions o)
 
   page = static_cast<int>(kKvPage);
   table_stride = static_cast<int32_t>(pages_for(options.most_positions));
-  pages = pages_for(options.cache_positions) + rows;  // the last page of a row is not full
+  pages = pages_for(options.cache_positions) + rows;  // a row does not fill its last page
   table.assign(count * static_cast<size_t>(table_stride), 0);
   device_table = cleared(table.size() * sizeof(int32_t));
   for (int64_t p = pages; p-- > 0;) free_pages.push_back(static_cast<int32_t>(p));
@@ -587,39 +587,39 @@ Decoder::~Decoder() = default;
 
 int Decoder::rows() const { return implementation_->rows; }
 
-int Decoder::free_row(int state) const {
-  const Implementation& d = *implementation_;
-  for (int r = 0; r < d.options.rows_per_state; ++r) {
-    const int row = state * d.options.rows_per_state + r;
-    if (d.positions[row] < 0) return row;
+int Decoder::reserve(int state, int64_t positions) {
+  Implementation& d = *implementation_;
+  if (positions < 1 || positions > d.options.most_positions) {
+    throw std::invalid_argument("decoder: " + std::to_string(positions) +
+                                " positions, expected 1 to " +
+                                std::to_string(d.options.most_positions));
   }
-  return -1;
+  const int64_t wanted = d.pages_for(positions);
+  if (d.pages_set_aside + wanted > d.pages) return -1;
+  const auto first = d.reserved.begin() + int64_t{state} * d.options.rows_per_state;
+  const auto free = std::find(first, first + d.options.rows_per_state, 0);
+  if (free == first + d.options.rows_per_state) return -1;
+  *free = positions;
+  d.pages_set_aside += wanted;
+  return static_cast<int>(free - d.reserved.begin());
 }
 
-bool Decoder::has_room(int64_t positions) const {
-  const Implementation& d = *implementation_;
-  return d.pages_set_aside + d.pages_for(positions) <= d.pages;
-}
-
-void Decoder::admit(int row, const StateSet& from, int from_row, int64_t reserved) {
+void Decoder::admit(int row, const StateSet& from, int from_row) {
   Implementation& d = *implementation_;
   d.check_row(row);
-  if (d.positions[row] >= 0 || reserved > d.options.most_positions ||
-      from.position(from_row) > reserved || !has_room(reserved)) {
+  const int64_t reserved = d.reserved[static_cast<size_t>(row)];
+  if (d.positions[row] >= 0 || from.position(from_row) > reserved) {
     throw std::invalid_argument(
-        "decoder: row " + std::to_string(row) + ", " + std::to_string(reserved) +
-        " positions: expected a free row, " + std::to_string(from.position(from_row)) + " to " +
-        std::to_string(d.options.most_positions) + " positions and room for them");
+        "decoder: row " + std::to_string(row) + " of " + std::to_string(reserved) +
+        " reserved positions: expected one that does not decode yet and at least " +
+        std::to_string(from.position(from_row)) + " positions");
   }
-  d.pages_set_aside += d.pages_for(reserved);
-  d.reserved[static_cast<size_t>(row)] = reserved;
   d.admit(row, from, from_row);
 }
 
 void Decoder::release(int row) {
   Implementation& d = *implementation_;
   d.check_row(row);
-  if (d.positions[row] < 0) return;
   const size_t r = static_cast<size_t>(row);
   for (int p = 0; p < d.row_pages[r]; ++p) {
     d.free_pages.push_back(
@@ -689,6 +689,15 @@ void Decoder::logits(int row, float* out) const {
 }
 
 int64_t Decoder::bytes() const { return implementation_->held_bytes; }
+
+int64_t Decoder::cache_bytes() const {
+  int64_t bytes = 0;
+  for (const std::vector<Slot>& branches : implementation_->slots) {
+    for (const Slot& slot : branches)
+      bytes += static_cast<int64_t>(slot.k.bytes() + slot.v.bytes());
+  }
+  return bytes;
+}
 
 std::vector<std::byte> Decoder::packed(int layer, int row, StateRole role) const {
   const Implementation& d = *implementation_;

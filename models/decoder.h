@@ -42,32 +42,33 @@ class Decoder {
   Decoder& operator=(const Decoder&) = delete;
 
   int rows() const;
-  /// A free row of a state; -1 when all decode.
-  int free_row(int state) const;
-  /// True when the pages have room for `positions` more of a row's.
-  bool has_room(int64_t positions) const;
-  /// Row `row` goes on from row `from_row` of `from`, which is past its prompt, has nothing
-  /// uncommitted and the row's state precision; pages for `reserved` positions are set aside.
-  /// Throws std::invalid_argument when the row is taken, reserved is beyond most_positions or no
-  /// room is left.
-  void admit(int row, const StateSet& from, int from_row, int64_t reserved);
+  /// Sets a free row of a state aside, with pages for `positions`: its index, or -1 when no row or
+  /// no room is free. Throws std::invalid_argument beyond most_positions.
+  int reserve(int state, int64_t positions);
+  /// A reserved row goes on from row `from_row` of `from`, which is past its prompt, has nothing
+  /// uncommitted and the row's state precision. Throws std::invalid_argument for a row that is not
+  /// reserved or decodes already, or a position beyond its reservation.
+  void admit(int row, const StateSet& from, int from_row);
+  /// Frees a reserved or decoding row.
   void release(int row);
-  /// Absolute position of the row's next token; -1 when free.
+  /// Absolute position of the row's next token; -1 unless it decodes.
   int64_t position(int row) const;
 
   struct Choice {
     int32_t token;  // -1 when every logit is NaN or -inf
     float margin;   // largest minus second largest logit
   };
-  /// One token of every row that is not free: tokens[row]. Returns each row's greedy choice after
+  /// One token of every row that decodes: tokens[row]. Returns each row's greedy choice after
   /// it, [rows], valid until the next step. Throws std::invalid_argument for a token outside the
   /// vocabulary or a row that is full.
   std::span<const Choice> step(std::span<const int32_t> tokens);
   /// FP32 logits [vocabulary] of a row after the last step.
   void logits(int row, float* out) const;
 
-  /// Bytes on the device that all rows hold: checkpoints, rings, convolution inputs, pages.
+  /// Bytes on the device that all rows hold: checkpoints, rings, convolution inputs, pages; and of
+  /// the pages alone.
   int64_t bytes() const;
+  int64_t cache_bytes() const;
   /// Packed checkpoint bytes of one head of a recurrent layer (tests): recurrence or read.
   std::vector<std::byte> packed(int layer, int row, StateRole role) const;
 

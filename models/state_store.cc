@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "quant/quantize_cuda.h"
+
 namespace replayeval {
 namespace {
 
@@ -465,6 +467,8 @@ void StateStore::advance(std::span<const int64_t> positions, std::span<const int
 // own formats at `position`; where the prompt goes on (`keep_prompt`), the recurrence copy is
 // decoded again and FP32 continues from it.
 void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
+  if (backend_->on_device() && row.plans.size() == 1 && row.device_plans.empty())
+    return hand_over_on_device(row, position, keep_prompt);
   const int64_t elements = shape_.state.elements();
   std::vector<float> states(static_cast<size_t>(elements) * static_cast<size_t>(shape_.heads));
   Staged recurrence(row.recurrence), read(row.read), memory(row.memory), healths(row.health);
@@ -504,6 +508,60 @@ void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
   for (int h = 0; h < shape_.heads; ++h) {
     if (staged(row, h)) show_device(row, h);
   }
+}
+
+// The same where one plan holds for all heads and the device knows its formats.
+void StateStore::hand_over_on_device(Row& row, int64_t position, bool keep_prompt) {
+  const size_t heads = static_cast<size_t>(shape_.heads);
+  const int64_t elements = shape_.state.elements() * shape_.heads;
+  const HeadPlan& plan = row.plans.front();
+  const StateCodec& prompt = row.prompt_plans.front().recurrence;
+  const CudaStream stream = backend_->stream();
+  const Buffer states(*backend_, elements), amax(*backend_, 1);
+  const Memory counts(*backend_, 2 * heads * sizeof(EncodeHealth));
+  auto* health = reinterpret_cast<EncodeHealth*>(counts.data());
+  backend_->clear(counts.data(), counts.bytes());
+  decode_heads_cuda(*prompt.format, shape_.state, shape_.heads, row.recurrence.data(),
+                    row.recurrence_stride, states.data(), stream);
+  state_amax_cuda(states.data(), elements, amax.data(), stream);
+  std::vector<RandomKey> keys;
+  for (size_t h = 0; h < heads; ++h) {
+    keys.push_back({plan.seed, row.spec.stream, static_cast<uint32_t>(shape_.layer),
+                    static_cast<uint32_t>(h), static_cast<uint32_t>(position),
+                    StateRole::recurrence});
+  }
+  encode_heads_cuda(plan.recurrence, shape_.state, keys, states.data(), amax.data(),
+                    row.recurrence.data(), row.recurrence_stride, row.memory.data(),
+                    row.memory_stride, health, stream);
+  if (plan.read && !keep_prompt) {
+    for (RandomKey& key : keys) key.role = StateRole::read;
+    encode_heads_cuda(*plan.read, shape_.state, keys, states.data(), amax.data(), row.read.data(),
+                      row.read_stride,
+                      row.memory.data() + memory_bytes(*plan.recurrence.format, shape_.state),
+                      row.memory_stride, health + heads, stream);
+  }
+  if (keep_prompt) {
+    decode_heads_cuda(*plan.recurrence.format, shape_.state, shape_.heads, row.recurrence.data(),
+                      row.recurrence_stride, states.data(), stream);
+    encode_heads_cuda(prompt, shape_.state, keys, states.data(), nullptr, row.recurrence.data(),
+                      row.recurrence_stride, nullptr, 0, nullptr, stream);
+  }
+  std::vector<EncodeHealth> added(2 * heads);
+  backend_->download(added.data(), health, counts.bytes());
+  Staged staged_health(row.health);
+  auto* total = reinterpret_cast<HeadHealth*>(staged_health.data());
+  for (size_t i = 0; i < added.size(); ++i) {
+    HeadHealth& head = total[i % heads];
+    head.encode.elements += added[i].elements;
+    head.encode.non_finite += added[i].non_finite;
+    head.encode.saturated += added[i].saturated;
+    head.encode.clipped += added[i].clipped;
+    head.encode.vanished += added[i].vanished;
+    if (i < heads && added[i].non_finite > 0 && head.first_non_finite_position < 0)
+      head.first_non_finite_position = position;
+  }
+  staged_health.store();
+  row.in_prompt = keep_prompt;
 }
 
 void StateStore::keep(int r, int tokens, AdvanceMode mode, const RecordPointers& at,

@@ -192,6 +192,7 @@ class StateStore {
   int taps() const { return shape_.conv_kernel - 1; }
   StateRow view(Row& row, int64_t position) const;
   void hand_over(Row& row, int64_t position, bool keep_prompt);
+  void hand_over_on_device(Row& row, int64_t position, bool keep_prompt);
   const StateCodec& codec(const Row& row, int head, StateRole role) const;
 
   Backend* backend_;

@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/hash.h"
+#include "tests/gpu/gpu.h"
 
 namespace replayeval {
 namespace {
@@ -26,15 +27,16 @@ struct Mini {
   std::vector<Tokens> expected;  // greedy FP32 answers of another program, end token included
 };
 
-const Mini& mini(const std::string& name) {
-  static std::map<std::string, Mini> all;
-  Mini& m = all[name];
+const Mini& mini(const std::string& name, Device device = Device::cpu,
+                 DenseMode dense = DenseMode::invariant) {
+  static std::map<std::tuple<std::string, Device, DenseMode>, Mini> all;
+  Mini& m = all[{name, device, dense}];
   if (m.model) return m;
   const std::string folder = std::string(REPLAYEVAL_SOURCE_DIR) + "/models/" + name;
   m.tokenizer = load_tokenizer(folder);
   m.model = std::make_unique<Model>(
       Checkpoint::open(folder),
-      ModelOptions{ComputeType::fp32, DenseMode::invariant, DtClamp::forward});
+      ModelOptions{ComputeType::fp32, dense, DtClamp::forward, device, Products::together});
   std::ifstream stream(std::string(REPLAYEVAL_SOURCE_DIR) + "/tests/cases/models-mini/greedy.json");
   const nlohmann::json stored = nlohmann::json::parse(stream);
   for (const auto& entry : stored.at(name)) {
@@ -170,8 +172,8 @@ void check_same(const Answers& got, const Answers& expected) {
 std::vector<float> teacher_forced(const Mini& m, const std::string& state, uint32_t stream_number,
                                   const Tokens& tokens, int64_t prompt, int64_t prefill_chunk,
                                   int64_t first) {
-  StateSet states(*m.model, {{precision(state), stream_number, prompt, prefill_chunk}}, precision("fp32"),
-                  KernelForm::fast);
+  StateSet states(*m.model, {{precision(state), stream_number, prompt, prefill_chunk}},
+                  precision("fp32"), KernelForm::fast);
   const std::vector<int> lengths = {static_cast<int>(tokens.size())};
   const Hidden hidden = m.model->forward({tokens, lengths}, states);
   const int64_t count = static_cast<int64_t>(tokens.size()) - first;
@@ -207,6 +209,11 @@ void check_teacher_forcing(const Mini& m, const Job& job, const Answers& answers
 
 const std::vector<std::string> kStates = {"fp32", "fp16+sr", "fp16+sr/nvfp4", "nvfp4+sr",
                                           "nvfp4+sr@L=1"};
+/// Largest margin, nats, of a token that differs where only the order of sums in products and
+/// attention does. FP32: twice the 2e-4 of the largest logit (about 30) that device_test.cc
+/// derives. A code that such a difference flips moves a low-precision state like another draw of
+/// its roundings.
+const std::array<float, 5> kFastMargin = {0.012f, 0.1f, 1.0f, 2.0f, 4.0f};
 
 TEST_CASE("greedy FP32 answers are the stored ones of an independent program") {
   for (const char* name : {"mini-mamba2", "mini-gdn"}) {
@@ -452,6 +459,86 @@ TEST_CASE("a run that is told to stop stops, and wrong requests are refused") {
   CHECK_THROWS_AS(
       Generator(*m.model, *m.tokenizer, {precision("fp32")}, precision("fp32"), options),
       std::invalid_argument);
+}
+
+TEST_SUITE("gpu") {
+  TEST_CASE("captured steps on the GPU give the host's answers with dense: invariant") {
+    if (!test::gpu()) return;
+    for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+      CAPTURE(name);
+      const Mini& host = mini(name);
+      const Mini& device = mini(name, Device::cuda);
+      Job job;
+      job.states = kStates;
+      job.prompts = short_prompts(host, 4);
+      job.max_tokens = 60;
+      const Answers expected = generate(host, job);
+      CHECK(expected.counts.captured == 0);
+      job.options.most_tokens = 400;
+      for (int slots : {5, 12, 64}) {
+        job.options.slots = slots;
+        const Answers got = generate(device, job);
+        CHECK(got.counts.captured > 0);
+        CHECK(got.counts.most_rows >= std::min(slots, 20) / 5 * 5);
+        check_same(got, expected);
+      }
+      job.options.most_tokens = 0;  // without the decoder
+      const Answers forward = generate(device, job);
+      CHECK(forward.counts.captured == 0);
+      check_same(forward, expected);
+    }
+  }
+
+  TEST_CASE("captured steps: drawn answers, decoded prompts, little cache") {
+    if (!test::gpu()) return;
+    const Mini& host = mini("mini-gdn");
+    const Mini& device = mini("mini-gdn", Device::cuda);
+    Job job;
+    job.states = {"fp32", "nvfp4+sr@L=1", "fp16+sr/nvfp4"};
+    job.prompts = short_prompts(host, 5);
+    job.max_tokens = 40;
+    job.sampling = {5, 30, 0.95};
+    job.repeats = 2;
+    for (bool decoded : {false, true}) {
+      job.options.decode_prompt = decoded;
+      job.options.most_tokens = 0;
+      job.options.cache_bytes = 0;
+      const Answers expected = generate(host, job);
+      job.options.most_tokens = 300;
+      job.options.slots = 9;
+      const Answers got = generate(device, job);
+      CHECK(got.counts.captured > 0);
+      check_same(got, expected);
+    }
+  }
+
+  TEST_CASE("dense: fast on the GPU: a token that differs had a small margin") {
+    if (!test::gpu()) return;
+    for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+      CAPTURE(name);
+      const Mini& host = mini(name);
+      const Mini& device = mini(name, Device::cuda, DenseMode::fast);
+      Job job;
+      job.states = kStates;
+      job.prompts = short_prompts(host, 8);
+      job.max_tokens = 200;
+      const Answers expected = generate(host, job);
+      job.options.most_tokens = 600;
+      job.options.slots = 40;
+      const Answers got = generate(device, job);
+      for (const auto& [key, answer] : expected.by_key) {
+        const GenerationResult& other = got.by_key.at(key);
+        const size_t common = std::min(answer.tokens.size(), other.tokens.size());
+        size_t t = 0;
+        while (t < common && answer.tokens[t] == other.tokens[t]) ++t;
+        if (t == common) continue;
+        MESSAGE(job.states[static_cast<size_t>(key[2])] << ", prompt " << key[0] << ", token " << t
+                                                        << ": margins " << answer.margins[t]
+                                                        << " and " << other.margins[t]);
+        CHECK(std::min(answer.margins[t], other.margins[t]) < kFastMargin[key[2]]);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "models/backend.h"
+#include "models/decoder.h"
 #include "models/model.h"
 #include "models/state_precision.h"
 #include "models/state_store.h"
@@ -181,6 +182,166 @@ TEST_SUITE("gpu") {
         CHECK(worst > 0);
       }
     }
+  }
+
+  TEST_CASE("attention to a long past in parts: a row's logits depend on no other row") {
+    if (!test::gpu()) return;
+    const auto model = open("mini-gdn", Device::cuda, DenseMode::fast, ComputeType::bf16);
+    const auto invariant = open("mini-gdn", Device::cuda, DenseMode::invariant, ComputeType::bf16);
+    const std::vector<int32_t> tokens = some_tokens(6200);
+    StateSet alone = make_states(*model, {"fp32"}), beside = make_states(*model, {"fp32", "fp8"}),
+             whole = make_states(*invariant, {"fp32"});
+    const auto expected = run(*model, alone, tokens, {512});
+    const auto got = run(*model, beside, tokens, {512});
+    check_equal_bits(got[0], expected[0], "6,200 tokens");
+    // Against attention in one piece. Both round each operand to BF16 (2^-9); where 30 of those
+    // follow one another, a logit moves by about sqrt(30) 2^-9 = 1 % of the largest, and no
+    // logit by ten times that.
+    const auto exact = run(*invariant, whole, tokens, {512});
+    double sum = 0, most = 0;
+    const size_t from = size_t{4608} * static_cast<size_t>(model->spec().vocabulary);
+    for (size_t i = from; i < exact[0].size(); ++i) {
+      sum += std::pow(exact[0][i] - got[0][i], 2);
+      most = std::max<double>(most, std::fabs(exact[0][i]));
+    }
+    const double rms = std::sqrt(sum / static_cast<double>(exact[0].size() - from));
+    MESSAGE("logits of 4,608 positions and more: rms " << rms << " of " << most);
+    CHECK(rms < 0.01 * most);
+    CHECK(rms > 0);
+  }
+
+  TEST_CASE("captured decoding has the bits of forward, one token a row") {
+    if (!test::gpu()) return;
+    const std::vector<std::string> names = {"fp32",
+                                            "fp16+sr",
+                                            "fp8+sr",
+                                            "nvfp4+sr",
+                                            "nvfp4+sr@L=1",
+                                            "fp32@L=1",
+                                            "fp16+sr/nvfp4",
+                                            "fp16+sr/nvfp4@gdn_fold=cached",
+                                            "five+sr",
+                                            "nvfp4+sr@ring=fp32;L=5",
+                                            "fp32/nvfp4@flush_output=read"};
+    constexpr int kEach = 2;
+    constexpr int kSteps = 40;
+    for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+      for (ComputeType compute : {ComputeType::fp32, ComputeType::bf16}) {
+        for (int64_t prompt : {int64_t{0}, int64_t{30}}) {
+          const auto model = open(name, Device::cuda, DenseMode::invariant, compute);
+          const int64_t vocabulary = model->spec().vocabulary;
+          DecoderOptions options;
+          for (const std::string& state : names) options.states.push_back(precision(state));
+          options.baseline = precision("fp32");
+          options.rows_per_state = kEach;
+          options.most_positions = 2000;
+          options.cache_positions = 3000;
+          Decoder decoder(*model, options);
+          REQUIRE(decoder.rows() == kEach * static_cast<int>(names.size()));
+          // Row 0 of each state takes its place at 41 tokens, row 1 at 67 of other tokens, and the
+          // first is given up after 20 steps.
+          const std::vector<int32_t> tokens = some_tokens(400);
+          std::vector<StateSet> sets;
+          std::vector<int> rows;
+          for (int each = 0; each < kEach; ++each) {
+            const int length = each == 0 ? 41 : 67;
+            StateSet& set = sets.emplace_back(make_states(*model, names, prompt));
+            const std::vector<int32_t> begin(tokens.begin() + 100 * each,
+                                             tokens.begin() + 100 * each + length);
+            run(*model, set, begin, {33, 1, 5});
+            for (size_t s = 0; s < names.size(); ++s) {
+              const int row = decoder.reserve(static_cast<int>(s), length + kSteps);
+              REQUIRE(row == static_cast<int>(s) * kEach + each);
+              decoder.admit(row, set, static_cast<int>(s));
+              CHECK(decoder.position(row) == length);
+            }
+          }
+          CHECK(decoder.reserve(0, 100) == -1);
+          std::vector<float> logits(static_cast<size_t>(vocabulary));
+          for (int step = 0; step < kSteps; ++step) {
+            std::vector<int32_t> next(static_cast<size_t>(decoder.rows()));
+            std::vector<std::vector<float>> expected;
+            for (int each = 0; each < kEach; ++each) {
+              if (each == 0 && step >= 20) continue;
+              const int32_t token = tokens[static_cast<size_t>(200 + 50 * each + step)];
+              const auto forward = run(*model, sets[static_cast<size_t>(each)], {token}, {1});
+              for (size_t s = 0; s < names.size(); ++s) {
+                next[s * kEach + static_cast<size_t>(each)] = token;
+                expected.push_back(forward[s]);
+              }
+            }
+            const auto choices = decoder.step(next);
+            size_t i = 0;
+            for (int each = 0; each < kEach; ++each) {
+              if (each == 0 && step >= 20) continue;
+              for (size_t s = 0; s < names.size(); ++s, ++i) {
+                const int row = static_cast<int>(s) * kEach + each;
+                decoder.logits(row, logits.data());
+                check_equal_bits(
+                    logits, expected[i],
+                    std::string(name) + ", " + names[s] + ", step " + std::to_string(step));
+                const auto best = std::max_element(expected[i].begin(), expected[i].end());
+                CHECK(choices[static_cast<size_t>(row)].token == best - expected[i].begin());
+              }
+            }
+            if (step != 19) continue;
+            for (size_t s = 0; s < names.size(); ++s) {
+              const int row = static_cast<int>(s) * kEach;
+              for (const StateStore* store : sets[0].stores()) {
+                for (StateRole role : {StateRole::recurrence, StateRole::read}) {
+                  const StateCodec& codec = role == StateRole::read && options.states[s].read
+                                                ? *options.states[s].read
+                                                : options.states[s].recurrence;
+                  const size_t size = static_cast<size_t>(store->shape().state.elements());
+                  const size_t bytes = packed_bytes(*codec.format, store->shape().state);
+                  const auto packed = decoder.packed(store->shape().layer, row, role);
+                  std::vector<float> have(size), want(size);
+                  for (int h = 0; h < store->shape().heads; ++h) {
+                    decode_head(*codec.format, store->shape().state,
+                                packed.data() + static_cast<size_t>(h) * bytes, have.data());
+                    store->decode(static_cast<int>(s), h, role, want.data());
+                    check_equal_bits(have, want, names[s] + ", state");
+                  }
+                }
+              }
+              decoder.release(row);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  TEST_CASE("a decoder refuses what it cannot do, and keeps its rows apart") {
+    if (!test::gpu()) return;
+    const auto model = open("mini-gdn", Device::cuda);
+    const auto options = [&](const std::string& state) {
+      DecoderOptions o;
+      o.states = {precision(state)};
+      o.baseline = precision("fp32");
+      o.rows_per_state = 2;
+      o.most_positions = 100;
+      o.cache_positions = 150;
+      return o;
+    };
+    CHECK(Decoder::refusal(*model, options("nvfp4@layers=2")).has_value());
+    CHECK(Decoder::refusal(*model, options("scaled+sr")).has_value());
+    CHECK_THROWS_AS(Decoder(*model, options("scaled+sr")), std::invalid_argument);
+    CHECK_THROWS_AS(Decoder(*model, options("nvfp4@span=layer")), std::invalid_argument);
+    Decoder decoder(*model, options("nvfp4+sr"));
+    CHECK_THROWS_AS(decoder.reserve(0, 101), std::invalid_argument);
+    const int row = decoder.reserve(0, 100);
+    CHECK(row == 0);
+    StateSet states = make_states(*model, {"nvfp4+sr"});
+    run(*model, states, some_tokens(10), {10});
+    decoder.admit(row, states, 0);
+    CHECK_THROWS_AS(decoder.admit(row, states, 0), std::invalid_argument);
+    const std::vector<int32_t> bad = {4096000, 0};
+    CHECK_THROWS_AS(decoder.step(bad), std::invalid_argument);
+    CHECK_THROWS_AS(decoder.step(std::vector<int32_t>{1}), std::invalid_argument);
+    decoder.release(row);
+    CHECK(decoder.position(row) == -1);
+    CHECK(decoder.reserve(0, 100) == 0);
   }
 
   TEST_CASE("states saved on the GPU continue there and on the host with the same bits") {
