@@ -25,7 +25,11 @@ class Divisor {
   __host__ __device__ operator int() const { return divisor_; }
   friend __host__ __device__ int operator/(int n, const Divisor& by) {
     if (by.inverse_ == 0u) return n;
+#ifdef __CUDA_ARCH__
+    return static_cast<int>(__umulhi(static_cast<uint32_t>(n), by.inverse_));
+#else
     return static_cast<int>(static_cast<uint64_t>(n) * by.inverse_ >> 32);
+#endif
   }
   friend __host__ __device__ int operator%(int n, const Divisor& by) {
     return n - n / by * by.divisor_;
@@ -179,24 +183,29 @@ struct TileWalk {
   }
 };
 
-/// A warp's copies: tile after tile, each in kSteps parts, into the places of its ring.
-template <int kPlaces, int kSteps, class Copy>
+/// A warp's copies: tile after tile, each in kSteps parts, into the places of its ring. `source`
+/// enters runs and copies parts of their tiles: enter(run), copy(tile, step, place).
+template <int kPlaces, int kSteps, class Source>
 struct TileCopies {
   TileWalk walk;
-  Copy copy;  // (run, tile, step, place)
+  Source source;
   int step = 0, place = 0;
 
-  __device__ TileCopies(const TileShare& share, int warp, int warps, Copy copy)
-      : walk(share, warp, warps), copy(copy) {
+  __device__ TileCopies(const TileShare& share, int warp, int warps, const Source& from)
+      : walk(share, warp, warps), source(from) {
     walk.move();
+    if (walk.runs.now.real()) source.enter(walk.runs.now);
 #pragma unroll 1
     for (int i = 0; i + 1 < kPlaces; ++i) begin();
   }
   /// Begins the next copy.
   __device__ void begin() {
     const TileRun& run = walk.runs.now;
-    while (run.real() && walk.tile >= run.last) walk.move();
-    if (run.real()) copy(run, walk.tile, step, place);
+    while (run.real() && walk.tile >= run.last) {
+      walk.move();
+      if (run.real()) source.enter(run);
+    }
+    if (run.real()) source.copy(walk.tile, step, place);
     commit_copies();
     if (++step == kSteps) {
       step = 0;
@@ -210,6 +219,16 @@ struct TileCopies {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPlaces - 2) : "memory");
     __syncwarp();
   }
+};
+
+/// A source of copies that keeps nothing of a run: body(run, tile, step, place).
+template <class Body>
+struct RunSource {
+  Body body;
+  TileRun run = {};
+
+  __device__ void enter(const TileRun& next) { run = next; }
+  __device__ void copy(int tile, int step, int place) const { body(run, tile, step, place); }
 };
 
 /// Waits for what was asked for before the first copies of a ring.

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       }
     }
   };
-  TileCopies<kPlaces, kSteps, decltype(copy)> copies(share, warp, warps, copy);
+  TileCopies<kPlaces, kSteps, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
   wait_before_ring<kPlaces>();
   __syncthreads();
   {

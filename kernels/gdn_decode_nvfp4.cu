@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template copy_corrections<kTileRows>(int64_t{head} * value_dim + row,
                                               to + kCodeBytes + kScaleBytes);
   };
-  TileCopies<kPlaces, 1, decltype(copy)> copies(share, warp, warps, copy);
+  TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
   wait_before_ring<kPlaces>();
   __syncthreads();
   {

@@ -49,13 +49,6 @@ struct Layout {
   }
 };
 
-template <class T>
-__device__ __forceinline__ void exchange(T& a, T& b) {
-  const T c = a;
-  a = b;
-  b = c;
-}
-
 template <class Act>
 __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
     flush_rows(const __grid_constant__ Launch p) {
@@ -225,13 +218,8 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
     const float head_amax = head_max.collect();  // and all have read the inputs
     if (item + 1 < end) copy_inputs(item + 1);
     ThreadCounts counts;
-    const bool any_odd = odd[0] || odd[1];
-    int first = row[0], second = row[1];
-    // The read checkpoint, then the other; of each the first row, then the second, which change
-    // places behind every one.
 #pragma unroll 1
-    for (int pass = p.separate ? 3 : 1; pass >= 0; --pass) {
-      const int k = pass >> 1;
+    for (int k = p.separate ? 1 : 0; k >= 0; --k) {
       const RandomKey key{p.seed,
                           p.rows.stream[place.row],
                           static_cast<uint32_t>(layer.layer),
@@ -243,28 +231,23 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
                                                place.head * p.states.read_head_stride
                                          : p.states.recurrence + place.row * p.states.row_stride +
                                                place.head * p.states.head_stride);
-      const Numbers numbers{v[0],      quad[0],  largest[0],
-                            head_amax, odd[0],   first,
-                            part,      head_dim, static_cast<uint32_t>(position),
-                            true};
-      ThreadCounts own_counts;
-      store_rows<LaneColumns>(role, numbers, &own_counts);
-      // Rows past the head's end held zeros times records, which may be anything.
-      if (first < head_dim) counts.add(own_counts);
-      exchange(first, second);
-      exchange(odd[0], odd[1]);
-      exchange(largest[0], largest[1]);
 #pragma unroll
-      for (int i = 0; i < kRowQuads; ++i) {
-        exchange(quad[0][i], quad[1][i]);
-        exchange(v[0][i], v[1][i]);
+      for (int r = 0; r < 2; ++r) {
+        const Numbers numbers{v[r],      quad[r],  largest[r],
+                              head_amax, odd[r],   row[r],
+                              part,      head_dim, static_cast<uint32_t>(position),
+                              true};
+        ThreadCounts own_counts;
+        store_rows<LaneColumns>(role, numbers, &own_counts);
+        // Rows past the head's end held zeros times records, which may be anything.
+        if (has_row[r]) counts.add(own_counts);
       }
     }
     if (!p.states.health) continue;
     HeadHealth* health = p.states.health + int64_t{place.row} * layer.heads + place.head;
     add_health(&health->encode, static_cast<uint64_t>(p.separate ? 2 : 1) * head_dim * kRowColumns,
                counts);
-    if (__any_sync(0xFFFFFFFFu, any_odd) && (tid & 31) == 0) {
+    if (__any_sync(0xFFFFFFFFu, odd[0] || odd[1]) && (tid & 31) == 0) {
       atomicMin(reinterpret_cast<unsigned long long*>(&health->first_non_finite_position),
                 static_cast<unsigned long long>(p.rows.position[place.row]));
     }

@@ -17,12 +17,58 @@ struct Launch {
   TileWork work;
   DecodeStates states;
   Divisor head_tiles;
+  int64_t head_gap;  // bytes between heads
 };
 
 /// Bytes of a tile and the records' x of its rows.
 __host__ __device__ constexpr int place_bytes(int state_dim, int window, int act_bytes) {
-  return kTileRows * (4 * state_dim + window * act_bytes);
+  return kTileRows * (4 * state_dim + (window + 3) / 4 * 4 * act_bytes);
 }
+
+/// What a warp copies (TileCopies). Every second row lies with its 64-byte halves exchanged, so
+/// that the threads that read two rows together meet different banks.
+template <class Act, int kStateDim>
+struct Source {
+  static constexpr int kEach = 16 / sizeof(Act), kXChunks = kTileRows / kEach,
+                       kTileBytes = kTileRows * kStateDim * 4;
+  const Launch& p;
+  std::byte* ring;
+  int place_size;
+  const std::byte* state = nullptr;  // the unit's, from the thread's 16 bytes on
+  const Act* x = nullptr;            // of the thread's record
+  int chunks = 0;                    // 16 bytes of x each
+  TileRun run = {};
+
+  __device__ void enter(const TileRun& next) {
+    run = next;
+    const Mamba2Unit<Act, kStateDim> unit(p.units, run);
+    const int lane = threadIdx.x & 31;
+    state = p.states.recurrence + unit.row * p.states.row_stride +
+            unit.head0 * p.states.head_stride + 16 * lane;
+    chunks = (run.t + 1) * kXChunks;
+    if (lane < chunks) x = x_chunk(unit, lane);
+  }
+  __device__ const Act* x_chunk(const Mamba2Unit<Act, kStateDim>& unit, int i) const {
+    return unit.x_of(i / kXChunks) + int64_t{unit.head0} * p.units.layer.head_dim +
+           i % kXChunks * kEach;
+  }
+  __device__ void copy(int tile, int, int place) const {
+    const int lane = threadIdx.x & 31;
+    const std::byte* from = state + tile * int64_t{kTileBytes} + tile / p.head_tiles * p.head_gap;
+    std::byte* to = ring + place * place_size;
+#pragma unroll
+    for (int m = 0; m < kTileBytes / 512; ++m) {
+      const int swizzled = lane ^ ((32 * m + lane) / (kStateDim / 4) & 1) << 2;
+      copy_async(to + 512 * m + 16 * swizzled, from + 512 * m);
+    }
+    to += kTileBytes + 16 * lane;
+    if (lane < chunks) copy_async(to, x + tile * kTileRows);
+    if (chunks <= 32) return;
+    const Mamba2Unit<Act, kStateDim> unit(p.units, run);
+    for (int i = lane + 32; i < chunks; i += 32)
+      copy_async(to + 16 * (i - lane), x_chunk(unit, i) + tile * kTileRows);
+  }
+};
 
 template <class Act, int kN16>
 __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlocks)
@@ -67,25 +113,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
     return p.states.recurrence + unit.row * p.states.row_stride + head * p.states.head_stride +
            tile * kTileBytes;
   };
-  // Every second row lies with its 64-byte halves exchanged, so that the threads that read two rows
-  // together meet different banks.
-  const auto copy = [&](const TileRun& run, int tile, int, int place) {
-    const Unit unit(p.units, run);
-    const int h = tile / p.head_tiles, head_tile = tile - h * p.head_tiles;
-    const std::byte* from = tile_of(unit, unit.head0 + h, head_tile);
-    std::byte* to = ring + place * place_size;
-    constexpr int kChunks = kStateDim / 4;
-#pragma unroll
-    for (int m = 0; m < kTileBytes / 512; ++m) {
-      const int i = 32 * m + lane;
-      copy_async(to + 16 * (i ^ (i / kChunks & 1) << 2), from + 16 * i);
-    }
-    const int64_t first = int64_t{unit.head0 + h} * head_dim + head_tile * kTileRows;
-    for (int i = lane; i < (run.t + 1) * kXChunks; i += 32) {
-      copy_async(to + kTileBytes + 16 * i, unit.x_of(i / kXChunks) + first + i % kXChunks * kEach);
-    }
-  };
-  TileCopies<kPlaces, 1, decltype(copy)> copies(share, warp, warps, copy);
+  TileCopies<kPlaces, 1, Source<Act, kStateDim>> copies(
+      share, warp, warps, Source<Act, kStateDim>{p, ring, place_size});
   prepare(Team<0>(), walk.runs.now, shared);
 
   int place = 0;
@@ -99,7 +128,9 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
     const float* weights = reinterpret_cast<const float*>(of_unit + at.weights);
     prepared.wait_filled(run);
     const float* cs = reinterpret_cast<const float*>(of_unit + at.c);
-    Act* out = static_cast<Act*>(p.units.step.y) + row * unit.x_stride();
+    // The unit's outputs; its tiles lie behind each other there.
+    Act* out =
+        static_cast<Act*>(p.units.step.y) + row * unit.x_stride() + int64_t{head0} * head_dim;
     if (flush) {
       // Eight threads a row have two rows each, columns 16 m + 2 i and the one behind, so that what
       // they load of B serves both.
@@ -168,8 +199,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
         if (i < 2) {
           float y = i == 0 ? sum[0].x + sum[0].y : sum[1].x + sum[1].y;
           if (layer.skip) y = __fmaf_rn(skips[h], to_float(own_x[t * kTileRows + 4 * i]), y);
-          out[int64_t{head0 + h} * head_dim + head_tile * kTileRows + r + 4 * i] =
-              from_float<Act>(y);
+          out[walk.tile * kTileRows + r + 4 * i] = from_float<Act>(y);
         }
       }
       prepared.empty(run);
@@ -179,6 +209,9 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
 #pragma unroll
     for (int m = 0; m < kN16; ++m) c[m] = load4(cs + 16 * m + 4 * part);
     const int odd = lane >> 2 & 1;
+    Act* own_out = out + (lane >> 2);
+    Act* appended = static_cast<Act*>(p.units.step.ring_x) + unit.slot(t) * unit.x_stride() +
+                    int64_t{head0} * head_dim + lane * kEach;
     for (; walk.tile < last; walk.tile += warps) {
       copies.wait();
       copies.begin();
@@ -186,13 +219,11 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
           ring + place * place_size + (lane >> 2) * (4 * kStateDim) + 16 * part + 64 * odd;
       const std::byte* records = ring + place * place_size + kTileBytes;
       if (++place == kPlaces) place = 0;
-      const int h = walk.tile / p.head_tiles, head_tile = walk.tile - h * p.head_tiles;
-      const int64_t first = int64_t{head0 + h} * head_dim + head_tile * kTileRows;
+      const int h = walk.tile / p.head_tiles;
       const float* weight = weights + h * at.weight_row;
       const Act* own_x = reinterpret_cast<const Act*>(records) + (lane >> 2);
       if (lane < kXChunks) {
-        Act* to = static_cast<Act*>(p.units.step.ring_x) + unit.slot(t) * unit.x_stride() + first;
-        *reinterpret_cast<uint4*>(to + lane * kEach) =
+        *reinterpret_cast<uint4*>(appended + walk.tile * kTileRows) =
             *reinterpret_cast<const uint4*>(records + 16 * (t * kXChunks + lane));
       }
       float4 sum = make_float4(0, 0, 0, 0);
@@ -203,10 +234,9 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
         sum = fma4(v, c[m], sum);
       }
       float y = weight[window] * sum_of_lanes(sum);
-#pragma unroll 4
-      for (int j = 0; j <= t; ++j) y = __fmaf_rn(weight[j], to_float(own_x[j * kTileRows]), y);
+      y = add_records<kTileRows>(weight, own_x, t, y);
       if (layer.skip) y = __fmaf_rn(skips[h], to_float(own_x[t * kTileRows]), y);
-      if (part == 0) out[first + (lane >> 2)] = from_float<Act>(y);
+      if (part == 0) own_out[walk.tile * kTileRows] = from_float<Act>(y);
     }
     prepared.empty(run);
   }
@@ -254,7 +284,8 @@ bool mamba2_decode_fp32(const Mamba2Layer& layer, const HeadPlan& plan, const De
             {layer, rows, step, plan.window, Divisor(unit_heads), Divisor(group_heads)},
             work,
             states,
-            Divisor(head_tiles)};
+            Divisor(head_tiles),
+            static_cast<int64_t>(states.head_stride) - int64_t{head_tiles} * kTileRows * n * 4};
         kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
                  use.shared, stream>>>(launch);
         CUDA_CHECK(cudaGetLastError());

@@ -16,13 +16,13 @@ struct Mamba2Units {
 
 /// Shared memory in bytes.
 struct Mamba2UnitLayout {
-  int weight_row;                                   // weights of a head: records, the checkpoint's
+  int weight_row;  // weights of a head: records, the checkpoint's; whole float4
   int b, c, dt, decay, skip, scale, weights, unit;  // of a unit, twice
   int dots, end;
 
   /// `fold`: with room for the records' B.
   __host__ __device__ Mamba2UnitLayout(int state_dim, int window, int heads, bool fold) {
-    weight_row = window + 1;
+    weight_row = (window + 4) / 4 * 4;
     int at = 0;
     const auto take = [&at](int bytes) {
       const int from = at;
@@ -42,6 +42,22 @@ struct Mamba2UnitLayout {
     end = at;
   }
 };
+
+/// y + sum_{j <= t} weight_j x_j, x_j at x[j * kStride]; both may be read up to a multiple of 4.
+template <int kStride, class Act>
+__device__ __forceinline__ float add_records(const float* weight, const Act* x, int t, float y) {
+#pragma unroll 2
+  for (int j = 0; j <= t; j += 4) {
+    const float4 w = load4(weight + j);
+    const float x0 = to_float(x[j * kStride]), x1 = to_float(x[(j + 1) * kStride]),
+                x2 = to_float(x[(j + 2) * kStride]), x3 = to_float(x[(j + 3) * kStride]);
+    y = __fmaf_rn(w.x, x0, y);
+    if (j + 1 <= t) y = __fmaf_rn(w.y, x1, y);
+    if (j + 2 <= t) y = __fmaf_rn(w.z, x2, y);
+    if (j + 3 <= t) y = __fmaf_rn(w.w, x3, y);
+  }
+  return y;
+}
 
 /// A unit, part `part` of a row with t records in its ring.
 template <class Act, int kStateDim>
