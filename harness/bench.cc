@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "datasets/token_stream.h"
+#include "harness/bench_traffic.h"
 #include "harness/metrics.h"
 #include "kernels/attention.h"
 #include "kernels/mamba2_timing.h"
@@ -244,6 +245,11 @@ struct JobTimes {
   double dense() const { return forward.products + forward.attention + head; }
 };
 
+struct JobBytes {
+  double weights = 0, cache = 0, states = 0, chunk = 0;
+  double all() const { return weights + cache + states + chunk; }
+};
+
 /// The states of a job and the time of its work so far.
 class TimedJob {
  public:
@@ -282,6 +288,33 @@ class TimedJob {
   }
 
   int64_t position() const { return states_->position(0); }
+  /// What weights (BF16), caches, states with their rings and the arrays of a chunk need.
+  JobBytes bytes(int chunk) const {
+    const ModelSpec& spec = model_.spec();
+    JobBytes bytes;
+    const double embedding = static_cast<double>(spec.vocabulary) * spec.hidden;
+    const bool tied = spec.lm_head.weight.data == spec.embedding.data;
+    bytes.weights = 2 * (product_operations(spec) / 2 + embedding * (tied ? 1 : 2));
+    bytes.cache = static_cast<double>(states_->cache_bytes());
+    const double rows = static_cast<double>(rows_.size()), tokens = rows * chunk;
+    double widest = 0;
+    for (const Block& block : spec.blocks) {
+      for (const Branch& branch : block.branches) {
+        if (const auto shape = state_shape(branch.mixer, block.layer)) {
+          const double record = shape->channels + shape->scalars + shape->corrections;
+          bytes.states += 4 * rows * (kMaxWindow * record + shape->conv_kernel * shape->channels);
+          // Inputs, their convolution and records, with the projection that they came from.
+          widest = std::max(widest, 2.0 * shape->channels + record);
+        }
+        if (const auto* mlp = std::get_if<MlpSpec>(&branch.mixer))
+          widest = std::max(widest, 2.0 * static_cast<double>(mlp->up.weight.rows));
+      }
+    }
+    for (int r = 0; r < states_->rows(); ++r)
+      bytes.states += static_cast<double>(states_->checkpoint_bytes(r));
+    bytes.chunk = 4 * tokens * (widest + 3 * spec.hidden);
+    return bytes;
+  }
   JobTimes times() const {
     JobTimes times = times_;
     times.forward = states_->times();
@@ -415,44 +448,6 @@ void print_growth(const BenchOptions& options) {
   std::printf("\n");
 }
 
-/// Operations of all products of one token, the LM head's included.
-double product_operations(const ModelSpec& model) {
-  double operations = 0;
-  const auto add = [&](const LinearSpec& linear, double times = 1) {
-    operations += times * 2.0 * static_cast<double>(linear.weight.rows) *
-                  static_cast<double>(linear.weight.cols);
-  };
-  const auto add_mlp = [&](const MlpSpec& mlp, double times = 1) {
-    add(mlp.up, times);
-    add(mlp.down, times);
-    if (mlp.gate) add(*mlp.gate, times);
-  };
-  for (const Block& block : model.blocks) {
-    for (const Branch& branch : block.branches) {
-      if (const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer)) {
-        add(mamba->in_proj);
-        add(mamba->out_proj);
-      } else if (const auto* gdn = std::get_if<GdnSpec>(&branch.mixer)) {
-        for (const LinearSpec* linear : {&gdn->qkv, &gdn->z, &gdn->b, &gdn->a, &gdn->out_proj})
-          add(*linear);
-      } else if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
-        for (const LinearSpec* linear :
-             {&attention->q, &attention->k, &attention->v, &attention->o})
-          add(*linear);
-      } else if (const auto* mlp = std::get_if<MlpSpec>(&branch.mixer)) {
-        add_mlp(*mlp);
-      } else if (const auto* moe = std::get_if<MoeSpec>(&branch.mixer)) {
-        add(moe->router);
-        add_mlp(moe->experts.front(), moe->experts_per_token);
-        if (moe->shared) add_mlp(*moe->shared);
-        if (moe->latent_in) add(*moe->latent_in);
-        if (moe->latent_out) add(*moe->latent_out);
-      }
-    }
-  }
-  return operations;
-}
-
 /// Tokens of no text, for models without a tokenizer.
 Document random_document(int vocabulary, int64_t tokens) {
   Document document;
@@ -500,7 +495,7 @@ int run_device_job_bench(const BenchOptions& options) {
       const double before = job.times().total;
       for (int64_t t = 0; t < kSingle; ++t) job.step(1);
       single = job.times().total - before;
-      continue;
+      break;
     }
     const double before = job.times().total;
     const bool near_middle = job.position() >= middle - kSingle && job.position() < middle;
@@ -509,7 +504,7 @@ int run_device_job_bench(const BenchOptions& options) {
   }
   const JobTimes all = job.times();
   const double total = all.total - warm.total - single;
-  const int64_t tokens = options.tokens - kChunk - (single > 0 ? kSingle : 0);
+  const int64_t tokens = job.position() - kChunk - (single > 0 ? kSingle : 0);
   std::printf("%s: %lld tokens, %zu states and the FP32 row, chunks of %d, BF16, %s tokens\n",
               options.model.string().c_str(), static_cast<long long>(options.tokens), names.size(),
               kChunk, text ? "text" : "random");
@@ -542,9 +537,14 @@ int run_device_job_bench(const BenchOptions& options) {
     std::printf(", attention at %.0f%%", 100 * attention / attention_seconds / peak);
   std::printf(", both at %.0f%%\n",
               100 * (products + attention) / (product_seconds + attention_seconds) / peak);
+  const JobBytes bytes = job.bytes(kChunk);
+  const double held =
+      static_cast<double>(free_before - static_cast<int64_t>(cuda_device().free_bytes));
   std::printf(
-      "  device memory %.2f GB more than before the job\n",
-      1e-9 * static_cast<double>(free_before - static_cast<int64_t>(cuda_device().free_bytes)));
+      "  device memory %.2f GB; weights %.2f, key-value caches %.2f, states %.2f and a chunk %.2f "
+      "are %.2f GB, held is %.2f of that\n",
+      1e-9 * held, 1e-9 * bytes.weights, 1e-9 * bytes.cache, 1e-9 * bytes.states,
+      1e-9 * bytes.chunk, 1e-9 * bytes.all(), held / bytes.all());
   return 0;
 }
 

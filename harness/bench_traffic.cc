@@ -55,6 +55,63 @@ Range read_sweep(const std::string& sweep) {
 
 }  // namespace
 
+double product_operations(const ModelSpec& model) {
+  double operations = 0;
+  const auto add = [&](const LinearSpec& linear, double times = 1) {
+    operations += times * 2.0 * static_cast<double>(linear.weight.rows) *
+                  static_cast<double>(linear.weight.cols);
+  };
+  const auto add_mlp = [&](const MlpSpec& mlp, double times = 1) {
+    add(mlp.up, times);
+    add(mlp.down, times);
+    if (mlp.gate) add(*mlp.gate, times);
+  };
+  for (const Block& block : model.blocks) {
+    for (const Branch& branch : block.branches) {
+      if (const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer)) {
+        add(mamba->in_proj);
+        add(mamba->out_proj);
+      } else if (const auto* gdn = std::get_if<GdnSpec>(&branch.mixer)) {
+        for (const LinearSpec* linear : {&gdn->qkv, &gdn->z, &gdn->b, &gdn->a, &gdn->out_proj})
+          add(*linear);
+      } else if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
+        for (const LinearSpec* linear :
+             {&attention->q, &attention->k, &attention->v, &attention->o})
+          add(*linear);
+      } else if (const auto* mlp = std::get_if<MlpSpec>(&branch.mixer)) {
+        add_mlp(*mlp);
+      } else if (const auto* moe = std::get_if<MoeSpec>(&branch.mixer)) {
+        add(moe->router);
+        add_mlp(moe->experts.front(), moe->experts_per_token);
+        if (moe->shared) add_mlp(*moe->shared);
+        if (moe->latent_in) add(*moe->latent_in);
+        if (moe->latent_out) add(*moe->latent_out);
+      }
+    }
+  }
+  return operations;
+}
+
+bool decode_layer(const Mixer& mixer, DecodeWorkload* w) {
+  if (const auto* mamba = std::get_if<Mamba2Spec>(&mixer)) {
+    w->is_gdn = false;
+    w->mamba2.heads = mamba->heads;
+    w->mamba2.groups = mamba->groups;
+    w->mamba2.head_dim = mamba->head_dim;
+    w->mamba2.state_dim = mamba->state_dim;
+    return true;
+  }
+  if (const auto* gdn = std::get_if<GdnSpec>(&mixer)) {
+    w->is_gdn = true;
+    w->gdn.value_heads = gdn->value_heads;
+    w->gdn.key_heads = gdn->key_heads;
+    w->gdn.value_dim = gdn->value_dim;
+    w->gdn.key_dim = gdn->key_dim;
+    return true;
+  }
+  return false;
+}
+
 int run_decode_sweep(const std::string& sweep, const GpuBenchOptions& options, std::FILE* out) {
   const Range range = read_sweep(sweep);
   check_options(options);
@@ -117,20 +174,7 @@ int print_model_traffic(const std::filesystem::path& model, const GpuBenchOption
         DecodeWorkload w;
         w.rows = 1;
         w.plan = plans[s];
-        if (const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer)) {
-          w.mamba2.heads = mamba->heads;
-          w.mamba2.groups = mamba->groups;
-          w.mamba2.head_dim = mamba->head_dim;
-          w.mamba2.state_dim = mamba->state_dim;
-        } else if (const auto* gdn = std::get_if<GdnSpec>(&branch.mixer)) {
-          w.is_gdn = true;
-          w.gdn.value_heads = gdn->value_heads;
-          w.gdn.key_heads = gdn->key_heads;
-          w.gdn.value_dim = gdn->value_dim;
-          w.gdn.key_dim = gdn->key_dim;
-        } else {
-          continue;
-        }
+        if (!decode_layer(branch.mixer, &w)) continue;
         bytes += decode_bytes(w);
         best = best_window(w);
       }

@@ -9,8 +9,15 @@
 #include <vector>
 
 #include "harness/bench_gpu.h"
+#include "models/model.h"
 
 namespace replayeval {
+
+/// Operations of all products of one token but the LM head's: two for each weight.
+double product_operations(const ModelSpec& model);
+
+/// The shape of a recurrent layer; false for a mixer without state.
+bool decode_layer(const Mixer& mixer, DecodeWorkload* workload);
 
 /// `sweep` is batch=FROM..TO or window=FROM..TO; powers of two between the two, and both ends.
 /// Prints, for each shape and state, measured microseconds beside those that the bytes need at the

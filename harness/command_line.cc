@@ -13,6 +13,7 @@
 #include "datasets/task.h"
 #include "datasets/tokenizer.h"
 #include "harness/bench.h"
+#include "harness/bench_decoder.h"
 #include "harness/bench_gpu.h"
 #include "harness/bench_traffic.h"
 #include "harness/build_info.h"
@@ -427,6 +428,10 @@ int parse_and_run(int argc, const char* const* argv) {
                         "folder or hub name, models/mini-mamba2 unless given");
   bench_app->add_option("--data", bench_data,
                         "folder in PG-19's layout, datasets/sample unless given");
+  int64_t bench_context = 1024;
+  bench_app->add_option(
+      "--context", bench_context,
+      "tokens before the first step of a whole model's decode, 1024 unless given");
   std::string bench_sweep;
   bench_app->add_option("--sweep", bench_sweep,
                         "decode on a GPU: batch=1..512 or window=1..64, measured beside predicted");
@@ -459,6 +464,10 @@ int parse_and_run(int argc, const char* const* argv) {
     gpu_options.states = bench_options.states;
     if (bench_options.what == "decode" && !bench_model.empty()) {
       if (!bench_sweep.empty()) reject("bench: --sweep: expected no --model with it");
+      if (bench_device == "cuda") {
+        result = run_decoder_bench(find_model(bench_model), gpu_options, bench_context, stdout);
+        return;
+      }
       result = print_model_traffic(find_model(bench_model), gpu_options, stdout);
       return;
     }
