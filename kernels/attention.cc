@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -16,6 +16,7 @@
 #include "kernels/attention_simd.h"
 #include "kernels/dense.h"
 #include "kernels/dense_simd.h"
+#include "kernels/host_memory.h"
 
 namespace replayeval {
 namespace {
@@ -38,23 +39,23 @@ int64_t value_index(int64_t position, int64_t channel) {
 void check_rows(std::span<const AttentionRow> rows, int heads) {
   for (size_t i = 0; i < rows.size(); ++i) {
     const AttentionRow& row = rows[i];
-    const std::string place = "attention: row " + std::to_string(i);
+    const auto place = [i] { return "attention: row " + std::to_string(i); };
     if (row.tokens == 0) continue;
-    if (row.cache == nullptr) throw std::invalid_argument(place + " has no cache");
+    if (row.cache == nullptr) throw std::invalid_argument(place() + " has no cache");
     if (heads < 1 || heads % row.cache->kv_heads() != 0) {
-      throw std::invalid_argument(place + ": " + std::to_string(heads) +
+      throw std::invalid_argument(place() + ": " + std::to_string(heads) +
                                   " heads, expected a multiple of " +
                                   std::to_string(row.cache->kv_heads()) + " KV heads");
     }
     if (row.tokens < 0 || row.position < 0 || row.position + row.tokens > row.cache->length()) {
       throw std::invalid_argument(
-          place + ": queries at positions [" + std::to_string(row.position) + ", " +
+          place() + ": queries at positions [" + std::to_string(row.position) + ", " +
           std::to_string(row.position + row.tokens) + "), but the cache holds " +
           std::to_string(row.cache->length()) + " tokens (append first)");
     }
     const int64_t width = static_cast<int64_t>(heads) * row.cache->head_dim();
     if (row.tokens > 1 && (row.q_stride < width || row.out_stride < width)) {
-      throw std::invalid_argument(place + ": strides " + std::to_string(row.q_stride) + " and " +
+      throw std::invalid_argument(place() + ": strides " + std::to_string(row.q_stride) + " and " +
                                   std::to_string(row.out_stride) + ", expected at least " +
                                   std::to_string(width));
     }
@@ -62,8 +63,6 @@ void check_rows(std::span<const AttentionRow> rows, int heads) {
 }
 
 }  // namespace
-
-void KvCache::PageDelete::operator()(std::byte* page) const { std::free(page); }
 
 KvCache::KvCache(int kv_heads, int head_dim, KvType type)
     : kv_heads_(kv_heads), head_dim_(head_dim), type_(type), padded_dim_(padded(head_dim)) {
@@ -77,9 +76,14 @@ KvCache::KvCache(int kv_heads, int head_dim, KvType type)
 }
 
 KvCache::Page KvCache::allocate() const {
-  Page page(static_cast<std::byte*>(std::aligned_alloc(64, page_bytes_)));
-  if (page) std::memset(page.get(), 0, page_bytes_);
-  return page;
+  try {
+    std::byte* memory = take_host_memory(page_bytes_);
+    std::memset(memory, 0, page_bytes_);
+    const size_t bytes = page_bytes_;
+    return Page(memory, [bytes](std::byte* page) { give_host_memory(page, bytes); });
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 
 size_t KvCache::bytes_needed(int kv_heads, int head_dim, KvType type, int64_t length) {
@@ -93,13 +97,24 @@ void KvCache::append(const float* k, int64_t k_stride, const float* v, int64_t v
   if (tokens < 0)
     throw std::invalid_argument("KvCache: append of " + std::to_string(tokens) + " tokens");
   const int64_t end = length_ + tokens;
+  const auto out_of_memory = [this] {
+    truncate(length_);
+    throw std::runtime_error("KvCache: no memory for a page of " + std::to_string(page_bytes_) +
+                             " bytes (" + std::to_string(bytes()) + " bytes held)");
+  };
+  // A page that a copy of this cache has in use too must not be written.
+  if (tokens > 0 && length_ % kKvPage != 0) {
+    Page& page = pages_[static_cast<size_t>(length_ / kKvPage)];
+    if (page.use_count() > 1) {
+      Page own = allocate();
+      if (!own) out_of_memory();
+      std::memcpy(own.get(), page.get(), page_bytes_);
+      page = std::move(own);
+    }
+  }
   while (static_cast<int64_t>(pages_.size()) * kKvPage < end) {
     Page page = allocate();
-    if (!page) {
-      truncate(length_);
-      throw std::runtime_error("KvCache: no memory for a page of " + std::to_string(page_bytes_) +
-                               " bytes (" + std::to_string(bytes()) + " bytes held)");
-    }
+    if (!page) out_of_memory();
     pages_.push_back(std::move(page));
   }
   const int64_t first_page = length_ / kKvPage;
@@ -177,13 +192,7 @@ void KvCache::read(int64_t first, int64_t tokens, float* k, float* v) const {
 
 KvCache KvCache::clone() const {
   KvCache copy(kv_heads_, head_dim_, type_);
-  for (const Page& page : pages_) {
-    Page fresh = allocate();
-    if (!fresh)
-      throw std::runtime_error("KvCache: no memory to copy " + std::to_string(bytes()) + " bytes");
-    std::memcpy(fresh.get(), page.get(), page_bytes_);
-    copy.pages_.push_back(std::move(fresh));
-  }
+  copy.pages_ = pages_;
   copy.length_ = length_;
   return copy;
 }

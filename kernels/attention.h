@@ -19,7 +19,8 @@ constexpr int64_t kKvPage = 64;
 /// Keys and values of one row of one attention layer. A page holds, for one KV head after the
 /// other, K as two panels [head_dim, 32 positions] and V as panels of 32 channels [64 positions,
 /// 32] (the last one padded with zeros). Growing allocates pages and never moves old ones. Movable;
-/// copies are explicit.
+/// copies are explicit and share the pages that are full: many rows after one prompt read the same
+/// memory.
 class KvCache {
  public:
   /// Throws std::invalid_argument unless kv_heads >= 1 and head_dim >= 1.
@@ -35,13 +36,14 @@ class KvCache {
   /// Keys and values of positions [first, first + tokens) as FP32: k, v [tokens, kv_heads,
   /// head_dim]; either may be null.
   void read(int64_t first, int64_t tokens, float* k, float* v) const;
+  /// A cache with the same contents, which goes its own way from here.
   KvCache clone() const;
 
   int64_t length() const { return length_; }
   int kv_heads() const { return kv_heads_; }
   int head_dim() const { return head_dim_; }
   KvType type() const { return type_; }
-  /// Bytes of the pages held now, and of those that `length` tokens need.
+  /// Bytes of the pages held now, shared ones in full, and of those that `length` tokens need.
   size_t bytes() const { return pages_.size() * page_bytes_; }
   static size_t bytes_needed(int kv_heads, int head_dim, KvType type, int64_t length);
 
@@ -56,11 +58,8 @@ class KvCache {
   int64_t padded_dim() const { return padded_dim_; }
 
  private:
-  struct PageDelete {
-    void operator()(std::byte* page) const;
-  };
-  using Page = std::unique_ptr<std::byte[], PageDelete>;
-  Page allocate() const;  // zeros; null without memory
+  using Page = std::shared_ptr<std::byte[]>;  // written only while nobody shares it
+  Page allocate() const;                      // zeros; null without memory
 
   int kv_heads_;
   int head_dim_;

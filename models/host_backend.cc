@@ -6,13 +6,13 @@
 #include <numbers>
 #include <stdexcept>
 
+#include "kernels/host_memory.h"
 #include "models/backend.h"
 #include "models/torch_dense.h"
 
 namespace replayeval {
 namespace {
 
-constexpr std::align_val_t kAlignment{64};
 /// Fewer copies than this are made by one thread.
 constexpr size_t kFewCopies = 48;
 
@@ -65,11 +65,9 @@ class HostBackend : public Backend {
   bool on_device() const override { return false; }
   void synchronize() override {}
 
-  std::byte* allocate(size_t bytes) override {
-    return static_cast<std::byte*>(::operator new(std::max<size_t>(bytes, 1), kAlignment));
-  }
-  void release(std::byte* memory, size_t) noexcept override {
-    ::operator delete(memory, kAlignment);
+  std::byte* allocate(size_t bytes) override { return take_host_memory(bytes); }
+  void release(std::byte* memory, size_t bytes) noexcept override {
+    give_host_memory(memory, bytes);
   }
   void upload(void* to, const void* host, size_t bytes) override { copy(to, host, bytes); }
   void download(void* host, const void* from, size_t bytes) override { copy(host, from, bytes); }

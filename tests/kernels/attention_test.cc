@@ -354,6 +354,36 @@ TEST_CASE("KvCache: append, read, truncate, growth, copies, bytes") {
   CHECK_THROWS_AS(KvCache(1, 0, KvType::fp32), std::invalid_argument);
 }
 
+TEST_CASE("attention: copies of a cache that go on by themselves leave each other alone") {
+  const Shape shape{2, 1, 16, 0, 150, KvType::fp32};
+  const Sequence one(shape, 11), other(shape, 12);
+  for (int shared : {1, 64, 100}) {  // also within a page, and at the start of one
+    CAPTURE(shared);
+    KvCache cache(1, 16, KvType::fp32);
+    one.append(cache, shared);
+    std::vector<KvCache> caches;
+    for (int i = 0; i < 3; ++i) caches.push_back(cache.clone());
+    one.append(cache, 150 - shared);
+    caches[0].append(other.k.data(), 16, other.v.data(), 16, 20);
+    caches[1].truncate(shared / 2);  // inside a page that the others read
+    caches[1].append(other.k.data(), 16, other.v.data(), 16, 20);
+    std::vector<float> k(150 * 16), v(150 * 16);
+    const auto same = [&](const KvCache& some, int64_t from, int64_t n, const Sequence& sequence,
+                          int64_t first) {
+      some.read(from, n, k.data(), v.data());
+      const auto size = static_cast<size_t>(n * 16);
+      return std::equal(k.begin(), k.begin() + size, sequence.k.begin() + first * 16) &&
+             std::equal(v.begin(), v.begin() + size, sequence.v.begin() + first * 16);
+    };
+    CHECK(same(cache, 0, 150, one, 0));
+    CHECK(same(caches[0], 0, shared, one, 0));
+    CHECK(same(caches[0], shared, 20, other, 0));
+    CHECK(same(caches[1], 0, shared / 2, one, 0));
+    CHECK(same(caches[1], shared / 2, 20, other, 0));
+    CHECK(same(caches[2], 0, shared, one, 0));
+  }
+}
+
 TEST_CASE("attention: what was truncated and written again is forgotten") {
   const Shape shape{2, 1, 16, 0, 100, KvType::bf16};
   const Sequence sequence(shape, 81);
