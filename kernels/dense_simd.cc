@@ -152,6 +152,18 @@ void pack_rows(const LinearJob& job, int64_t row, int64_t rows, int64_t depth_be
   }
 }
 
+/// Asks for the part `part` of `parts` of what pack_panel reads, into the second-level cache.
+void prefetch_panel(const WeightView& w, int64_t col, int64_t count, int64_t depth_begin,
+                    int64_t depth, int64_t part, int64_t parts) {
+  const int64_t bytes = weight_bytes(w.type);
+  const int64_t last = count * (part + 1) / parts;
+  for (int64_t r = count * part / parts; r < last; ++r) {
+    const char* row =
+        static_cast<const char*>(w.data) + ((col + r) * w.stride + depth_begin) * bytes;
+    for (int64_t i = 0; i < depth * bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+  }
+}
+
 }  // namespace
 
 void dense_unit(const LinearJob& job, int64_t row, int64_t rows, int64_t col, int64_t cols,
@@ -161,8 +173,15 @@ void dense_unit(const LinearJob& job, int64_t row, int64_t rows, int64_t col, in
   float* bias = panel + kDepth * kPanel;
   float* edge = bias + kPanel;
   const int64_t inner = job.w.cols;
+  // Weights come from far away when many rows of state have passed since. While a panel is
+  // multiplied by many rows, the next one is asked for.
+  const bool many = rows >= kTileRows;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const auto depth_at = [inner](int64_t begin) {
+    return inner - begin < kDepth ? inner - begin : kDepth;
+  };
   for (int64_t begin = 0; begin < inner || begin == 0; begin += kDepth) {
-    const int64_t depth = inner - begin < kDepth ? inner - begin : kDepth;
+    const int64_t depth = depth_at(begin);
     const bool first = begin == 0;
     const bool last = begin + depth >= inner;
     pack_rows(job, row, rows, begin, depth, packed_x);
@@ -180,7 +199,19 @@ void dense_unit(const LinearJob& job, int64_t row, int64_t rows, int64_t col, in
           store(bias + i, load_partial(job.bias + c + i, count - i));
         added = bias;
       }
+      int64_t next_col = c + kPanel, next_begin = begin;
+      if (next_col >= col + cols && !last) {
+        next_col = col;
+        next_begin = begin + kDepth;
+      } else if (next_col >= col + cols) {
+        next_begin = 0;  // of the next columns, which are likely to be this thread's too
+      }
+      const int64_t next_count = job.w.rows - next_col < kPanel ? job.w.rows - next_col : kPanel;
       for (int64_t r = 0; r < rows; r += kTileRows) {
+        if (many && next_count > 0) {
+          prefetch_panel(job.w, next_col, next_count, next_begin, depth_at(next_begin),
+                         r / kTileRows, tiles);
+        }
         const int64_t tile_count = rows - r < kTileRows ? rows - r : kTileRows;
         float* y = job.y + (row + r) * job.y_stride + c;
         const float* a = packed_x + r * kDepthStride;
