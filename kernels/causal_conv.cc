@@ -27,14 +27,14 @@ void check(const CausalConv& conv, std::span<const CausalConvRow> rows) {
   if (!conv.weight) refuse("weight is null, expected [channels, taps]");
   for (size_t r = 0; r < rows.size(); ++r) {
     const CausalConvRow& row = rows[r];
-    const std::string where = "row " + std::to_string(r) + ": ";
+    const auto where = [r] { return "row " + std::to_string(r) + ": "; };
     if (row.tokens < 0) {
-      refuse(where + std::to_string(row.tokens) + " tokens, expected 0 or more");
+      refuse(where() + std::to_string(row.tokens) + " tokens, expected 0 or more");
     }
     if (row.tokens == 0) continue;
-    if (!row.x || !row.y) refuse(where + "x or y is null, expected inputs and room for outputs");
+    if (!row.x || !row.y) refuse(where() + "x or y is null, expected inputs and room for outputs");
     if (row.x_stride < conv.channels || row.y_stride < conv.channels) {
-      refuse(where + "strides " + std::to_string(row.x_stride) + " and " +
+      refuse(where() + "strides " + std::to_string(row.x_stride) + " and " +
              std::to_string(row.y_stride) + ", expected at least " + std::to_string(conv.channels) +
              " (channels)");
     }

@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <exception>
 #include <stdexcept>
@@ -51,6 +52,14 @@ class RegionErrors {
   std::exception_ptr first_;
 };
 
+/// Heads first .. end - 1 of one group and row; end 0: none.
+struct HeadRange {
+  int row = 0;
+  int group = 0;
+  int first = 0;
+  int end = 0;
+};
+
 class Mamba2Walk {
  public:
   Mamba2Walk(const Mamba2Layer& layer, std::span<StateRow> rows,
@@ -66,29 +75,36 @@ class Mamba2Walk {
     const int heads_per_group = layer_.heads / layer_.groups;
     const int row_count = static_cast<int>(rows_.size());
     // One item is a row and some heads of a group, which share its products B . C; as many heads as
-    // still leave four items a thread.
+    // still leave eight items a thread.
     int block = heads_per_group;
     const auto items_of = [&](int size) {
       return int64_t{row_count} * layer_.groups * ((heads_per_group + size - 1) / size);
     };
-    while (block > 1 && items_of(block) < int64_t{4} * omp_get_max_threads()) {
+    while (block > 1 && items_of(block) < int64_t{8} * omp_get_max_threads()) {
       block = (block + 1) / 2;
     }
     const int blocks = (heads_per_group + block - 1) / block;
-    const int64_t items = items_of(block);
+    const int64_t per_row = int64_t{layer_.groups} * blocks;
+    const std::vector<int> order = rows_with_work();
+    const int64_t items = static_cast<int64_t>(order.size()) * per_row;
+    const auto heads_of = [&](int64_t item) {
+      const int group = static_cast<int>(item / blocks % layer_.groups);
+      const int first = group * heads_per_group + static_cast<int>(item % blocks) * block;
+      return HeadRange{order[static_cast<size_t>(item / per_row)], group, first,
+                       std::min(first + block, (group + 1) * heads_per_group)};
+    };
+    std::atomic<int64_t> taken = 0;
     RegionErrors errors;
 #pragma omp parallel if (items > 1)
     {
-      Walker walker;
-#pragma omp for schedule(dynamic)
-      for (int64_t item = 0; item < items; ++item) {
-        errors.run([&] {
-          const int row = static_cast<int>(item / (int64_t{layer_.groups} * blocks));
-          const int group = static_cast<int>(item / blocks % layer_.groups);
-          const int first = group * heads_per_group + static_cast<int>(item % blocks) * block;
-          const int end = std::min(first + block, (group + 1) * heads_per_group);
-          walk_heads(walker, row, group, first, end);
-        });
+      static thread_local Walker walker;
+      // An item is taken while the one before it is worked on: its data can be asked for.
+      int64_t item = taken++;
+      while (item < items) {
+        const int64_t next = taken++;
+        const HeadRange upcoming = next < items ? heads_of(next) : HeadRange{};
+        errors.run([&] { walk_heads(walker, heads_of(item), upcoming); });
+        item = next;
       }
     }
     errors.rethrow();
@@ -106,7 +122,40 @@ class Mamba2Walk {
     return {layer_.layer, layer_.head_offset, rows_[row].position + span.end() - 1};
   }
 
-  void walk_heads(Walker& walker, int row, int group, int first, int end) {
+  /// Rows with spans, those that flush first: they take longest.
+  std::vector<int> rows_with_work() const {
+    std::vector<int> order, others;
+    for (int row = 0; row < static_cast<int>(rows_.size()); ++row) {
+      bool work = false, flush = false;
+      for (const std::vector<ReplaySpan>& plan_spans : spans_[static_cast<size_t>(row)]) {
+        work = work || !plan_spans.empty();
+        flush = flush || (!plan_spans.empty() && plan_spans.front().flush);
+      }
+      if (work) (flush ? order : others).push_back(row);
+    }
+    order.insert(order.end(), others.begin(), others.end());
+    return order;
+  }
+
+  /// Asks for what the first head of `range` reads, and for the records of all of them.
+  void ask_for(const HeadRange& range) const {
+    if (range.end == 0 || form_ == KernelForm::reference) return;
+    const Mamba2Inputs& in = inputs_[range.row];
+    const int plan = plan_index(rows_[range.row], range.first);
+    const std::vector<ReplaySpan>& plan_spans = spans(range.row, plan);
+    if (plan_spans.empty()) return;
+    prefetch_checkpoint(rows_[range.row], shape_, range.first, plan_spans.front().flush);
+    const ReplaySpan& span = plan_spans.front();
+    const int64_t width = int64_t{range.end - range.first} * layer_.head_dim;
+    for (int t = span.first; t < span.end(); ++t) {
+      prefetch_floats(in.x + t * in.x_stride + int64_t{range.first} * layer_.head_dim, width);
+      prefetch_floats(in.b + t * in.b_stride + int64_t{range.group} * layer_.state_dim,
+                      layer_.state_dim);
+    }
+  }
+
+  void walk_heads(Walker& walker, const HeadRange& range, const HeadRange& upcoming) {
+    const auto [row, group, first, end] = range;
     for (int plan = 0; plan < static_cast<int>(rows_[row].plans.size()); ++plan) {
       const std::vector<ReplaySpan>& plan_spans = spans(row, plan);
       if (plan_spans.empty() || spans_layer(rows_[row].plans[plan])) continue;
@@ -115,6 +164,11 @@ class Mamba2Walk {
         if (plan_index(rows_[row], head) != plan) continue;
         if (!prepared) prepare(walker, row, group, plan_spans);
         prepared = true;
+        if (head + 1 < end) {
+          prefetch_checkpoint(rows_[row], shape_, head + 1, plan_spans.front().flush);
+        } else {
+          ask_for(upcoming);
+        }
         walker.head.bind(rows_[row], shape_, head);
         const float* gram = walker.gram.data();
         for (size_t i = 0; i < plan_spans.size(); ++i) {
@@ -181,11 +235,14 @@ class Mamba2Walk {
   /// Products B_j . C_t of the spans for one group.
   void prepare(Walker& walker, int row, int group, const std::vector<ReplaySpan>& list) {
     if (form_ == KernelForm::reference) return;
-    walker.scratch.resize(
-        static_cast<size_t>(mamba2_scratch_floats(layer_.head_dim, layer_.state_dim)));
+    const auto scratch =
+        static_cast<size_t>(mamba2_scratch_floats(layer_.head_dim, layer_.state_dim));
+    if (walker.scratch.size() < scratch) walker.scratch.resize(scratch);
     int64_t floats = 0;
     for (const ReplaySpan& span : list) floats += span.queries() * round_up(span.records, 16);
-    walker.gram.resize(static_cast<size_t>(floats));
+    if (walker.gram.size() < static_cast<size_t>(floats)) {
+      walker.gram.resize(static_cast<size_t>(floats));
+    }
     float* gram = walker.gram.data();
     const Mamba2Inputs& in = inputs_[row];
     const int64_t offset = int64_t{group} * layer_.state_dim;

@@ -122,6 +122,19 @@ void decode_checkpoint(const StateRow& row, StateShape shape, int head, StateRol
   }
 }
 
+void prefetch_checkpoint(const StateRow& row, StateShape shape, int head, bool state_too) {
+  const HeadPlan& plan = row.plans[static_cast<size_t>(plan_index(row, head))];
+  const auto ask = [&](const StateFormat& format, const std::byte* packed) {
+    if (is_plain_fp32(format) || format.library) return;
+    const size_t bytes = packed_bytes(format, shape);
+    for (size_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(packed + i, 0, 2);
+  };
+  const size_t index = static_cast<size_t>(head);
+  if (plan.read) ask(*plan.read->format, row.read + index * row.read_stride);
+  if (plan.read && !state_too) return;
+  ask(*plan.recurrence.format, row.recurrence + index * row.recurrence_stride);
+}
+
 void HeadState::bind(const StateRow& row, StateShape shape, int head) {
   row_ = &row;
   plan_ = &row.plans[static_cast<size_t>(plan_index(row, head))];
@@ -191,55 +204,56 @@ void HeadState::flush(const FlushKey& key, float span_amax, bool finite) {
 
 void check_rows(const char* kernel, std::span<const StateRow> rows, size_t input_rows, int heads,
                 StateShape shape) {
-  const std::string place = std::string(kernel) + ": ";
+  const auto place = [&] { return std::string(kernel) + ": "; };
   if (rows.size() != input_rows) {
-    refuse(place + std::to_string(input_rows) + " inputs for " + std::to_string(rows.size()) +
+    refuse(place() + std::to_string(input_rows) + " inputs for " + std::to_string(rows.size()) +
            " rows, expected one each");
   }
   for (size_t r = 0; r < rows.size(); ++r) {
     const StateRow& row = rows[r];
-    const std::string where = place + "row " + std::to_string(r) + ": ";
-    if (row.plans.empty()) refuse(where + "no head plan, expected at least one");
-    if (!row.pending) refuse(where + "pending is null, expected a count for each plan");
-    if (!row.recurrence) refuse(where + "recurrence is null, expected the packed checkpoints");
+    // Messages are put together only when they are wanted: rows are checked at every token.
+    const auto where = [&] { return place() + "row " + std::to_string(r) + ": "; };
+    if (row.plans.empty()) refuse(where() + "no head plan, expected at least one");
+    if (!row.pending) refuse(where() + "pending is null, expected a count for each plan");
+    if (!row.recurrence) refuse(where() + "recurrence is null, expected the packed checkpoints");
     for (size_t p = 0; p < row.plans.size(); ++p) {
       const HeadPlan& plan = row.plans[p];
-      const std::string of_plan = where + "plan " + std::to_string(p) + ": ";
+      const auto of_plan = [&] { return where() + "plan " + std::to_string(p) + ": "; };
       if (plan.window < 1 || plan.window > kMaxWindow) {
-        refuse(of_plan + "window " + std::to_string(plan.window) + ", expected 1 to " +
+        refuse(of_plan() + "window " + std::to_string(plan.window) + ", expected 1 to " +
                std::to_string(kMaxWindow));
       }
       if (!plan.recurrence.format || (plan.read && !plan.read->format)) {
-        refuse(of_plan + "a codec without a format");
+        refuse(of_plan() + "a codec without a format");
       }
       if (row.pending[p] < 0 || row.pending[p] > kMaxWindow) {
-        refuse(of_plan + std::to_string(row.pending[p]) + " pending records, expected 0 to " +
+        refuse(of_plan() + std::to_string(row.pending[p]) + " pending records, expected 0 to " +
                std::to_string(kMaxWindow));
       }
       const size_t bytes = packed_bytes(*plan.recurrence.format, shape);
       if (row.recurrence_stride < bytes && heads > 1) {
-        refuse(of_plan + "recurrence_stride " + std::to_string(row.recurrence_stride) +
+        refuse(of_plan() + "recurrence_stride " + std::to_string(row.recurrence_stride) +
                ", expected at least " + std::to_string(bytes) + " bytes");
       }
       size_t kept = memory_bytes(*plan.recurrence.format, shape);
       if (plan.read) {
-        if (!row.read) refuse(of_plan + "read is null, expected the packed read checkpoints");
+        if (!row.read) refuse(of_plan() + "read is null, expected the packed read checkpoints");
         const size_t read_bytes = packed_bytes(*plan.read->format, shape);
         if (row.read_stride < read_bytes && heads > 1) {
-          refuse(of_plan + "read_stride " + std::to_string(row.read_stride) +
+          refuse(of_plan() + "read_stride " + std::to_string(row.read_stride) +
                  ", expected at least " + std::to_string(read_bytes) + " bytes");
         }
         kept += memory_bytes(*plan.read->format, shape);
       }
       if (kept > 0 && (!row.memory || (row.memory_stride < kept && heads > 1))) {
-        refuse(of_plan + "the formats keep " + std::to_string(kept) +
+        refuse(of_plan() + "the formats keep " + std::to_string(kept) +
                " bytes a head between encodings, expected memory of that size");
       }
     }
     if (!row.plan_of_head) continue;
     for (int h = 0; h < heads; ++h) {
       if (row.plan_of_head[h] >= row.plans.size()) {
-        refuse(where + "head " + std::to_string(h) + " has plan " +
+        refuse(where() + "head " + std::to_string(h) + " has plan " +
                std::to_string(row.plan_of_head[h]) + ", expected below " +
                std::to_string(row.plans.size()));
       }

@@ -61,6 +61,16 @@ void encode_checkpoints(const StateRow& row, StateShape shape, int head, const F
 void decode_checkpoint(const StateRow& row, StateShape shape, int head, StateRole role,
                        float* state);
 
+/// Asks the memory system for what decode_checkpoint reads of a head soon: the read role, with
+/// `state_too` the recurrence as well. A plain FP32 matrix is left to the loops that walk through
+/// it.
+void prefetch_checkpoint(const StateRow& row, StateShape shape, int head, bool state_too);
+
+/// Asks for `count` floats.
+inline void prefetch_floats(const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
+}
+
 /// Whether an encoding of this plan needs the largest magnitude over all heads of the layer that
 /// share the plan.
 bool spans_layer(const HeadPlan& plan);
