@@ -87,10 +87,8 @@ int run_decoder_bench(const std::filesystem::path& folder, const GpuBenchOptions
       for (int32_t& token : tokens) token = any(random);
       model.forward({tokens, std::vector<int>{static_cast<int>(context)}}, prompt);
       for (int place = 0; place < options.window; ++place) {
-        for (int row = place; row < options.rows; row += options.window) {
-          decoder.reserve(0, most);
-          decoder.admit(row, prompt, 0);
-        }
+        for (int row = place; row < options.rows; row += options.window)
+          decoder.admit(decoder.reserve(0, most), prompt, 0);
         const std::vector<int32_t> next = {any(random)};
         model.forward({next, std::vector<int>{1}}, prompt);
       }

@@ -143,11 +143,11 @@ class Backend {
   /// Where the device's work is queued now: the default stream (null) but inside `capture`.
   virtual CudaStream stream() const { return nullptr; }
   /// Runs `queue`, then captures what it queues a second time; it must not wait, upload, download
-  /// or hand memory out. Memory that it allocates and gives back belongs to the graph, which other
-  /// graphs of the backend share: one runs at a time. Throws std::logic_error on the host.
-  virtual std::unique_ptr<CapturedWork> capture(const std::function<void()>& queue);
-  /// Waits for all work queued so far; nothing on the host.
-  virtual void synchronize() = 0;
+  /// or hand memory out. Memory that it allocates and gives back belongs to the work, or to
+  /// `beside`, which shares it: of the two, one runs at a time. Throws std::logic_error on the
+  /// host.
+  virtual std::unique_ptr<CapturedWork> capture(const std::function<void()>& queue,
+                                                const CapturedWork* beside = nullptr);
 
   // Memory. Pointers belong to the backend unless called host.
   /// Throws std::runtime_error when there is not enough.

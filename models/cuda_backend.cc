@@ -149,7 +149,8 @@ class CudaBackend : public Backend {
 
   bool fast() const { return fast_; }
   CudaStream stream() const override { return stream_; }
-  std::unique_ptr<CapturedWork> capture(const std::function<void()>& queue) override;
+  std::unique_ptr<CapturedWork> capture(const std::function<void()>& queue,
+                                        const CapturedWork* beside) override;
 
   bool on_device() const override { return true; }
   void synchronize() override { cuda_synchronize(stream_); }
@@ -451,7 +452,6 @@ class CudaBackend : public Backend {
   bool fast_;
   bool bf16_;
   CudaStream stream_ = nullptr;
-  at::cuda::MempoolId_t graph_memory_{0, 0};  // of all graphs; none yet
   std::unordered_map<const float*, Memory> constants_;
   std::unordered_map<Key, Memory, KeyHash> weights_;
 };
@@ -461,10 +461,11 @@ class CudaGraph : public CapturedWork {
   void run() override {
     library("graph", [&] { graph.replay(); });
   }
-  at::cuda::CUDAGraph graph;
+  mutable at::cuda::CUDAGraph graph;
 };
 
-std::unique_ptr<CapturedWork> CudaBackend::capture(const std::function<void()>& queue) {
+std::unique_ptr<CapturedWork> CudaBackend::capture(const std::function<void()>& queue,
+                                                   const CapturedWork* beside) {
   auto work = std::make_unique<CudaGraph>();
   synchronize();
   const c10::cuda::CUDAStream side = c10::cuda::getStreamFromPool();
@@ -473,8 +474,11 @@ std::unique_ptr<CapturedWork> CudaBackend::capture(const std::function<void()>& 
   try {
     queue();
     synchronize();
-    library("graph",
-            [&] { work->graph.capture_begin(graph_memory_, cudaStreamCaptureModeThreadLocal); });
+    library("graph", [&] {
+      const at::cuda::MempoolId_t own{0, 0};
+      work->graph.capture_begin(beside ? static_cast<const CudaGraph*>(beside)->graph.pool() : own,
+                                cudaStreamCaptureModeThreadLocal);
+    });
     queue();
     library("graph", [&] { work->graph.capture_end(); });
   } catch (...) {
@@ -482,7 +486,6 @@ std::unique_ptr<CapturedWork> CudaBackend::capture(const std::function<void()>& 
     throw;
   }
   stream_ = nullptr;
-  graph_memory_ = work->graph.pool();
   return work;
 }
 

@@ -272,7 +272,8 @@ Decoder::Implementation::Implementation(const Model& m, DecoderOptions o)
   choices.resize(count);
   for (int64_t bound = kShortestSteps;; bound *= 2) {
     const int64_t most = std::min(bound, options.most_positions);
-    steps.push_back(backend.capture([&] { queue_step(most); }));
+    steps.push_back(
+        backend.capture([&] { queue_step(most); }, steps.empty() ? nullptr : steps.front().get()));
     if (most == options.most_positions) break;
   }
 }

@@ -228,7 +228,7 @@ class HostBackend : public Backend {
 
 }  // namespace
 
-std::unique_ptr<CapturedWork> Backend::capture(const std::function<void()>&) {
+std::unique_ptr<CapturedWork> Backend::capture(const std::function<void()>&, const CapturedWork*) {
   throw std::logic_error("backend: work on the host cannot be captured");
 }
 
