@@ -68,8 +68,14 @@ Cut cut_job(const LinearJob& job, int64_t threads, int64_t jobs) {
   cut.row_block = ceil_div(ceil_div(job.m, cut.row_blocks), kRowUnit) * kRowUnit;
   cut.row_blocks = ceil_div(job.m, cut.row_block);
   const int64_t group = std::clamp<int64_t>(panels * cut.row_blocks / wanted, 1, 8);
+  // As many units as share out evenly among the threads.
   cut.col_groups = ceil_div(panels, group);
-  cut.col_group = group * kPanel;
+  if (cut.row_blocks == 1 && jobs == 1) {
+    cut.col_groups = std::min(panels, ceil_div(cut.col_groups, threads) * threads);
+  }
+  const int64_t width = ceil_div(panels, cut.col_groups);
+  cut.col_groups = ceil_div(panels, width);
+  cut.col_group = width * kPanel;
   return cut;
 }
 

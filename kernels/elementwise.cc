@@ -14,7 +14,7 @@ namespace {
 /// independent, so the cut is free.
 template <class Body>
 void for_rows(int64_t rows, int64_t cols, Body body) {
-  constexpr int64_t kBlockValues = 8192;
+  constexpr int64_t kBlockValues = 4096;
   const int64_t block = std::max<int64_t>(1, kBlockValues / std::max<int64_t>(cols, 1));
   const int64_t blocks = (rows + block - 1) / block;
 #pragma omp parallel for schedule(static) if (blocks > 3)

@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <exception>
 #include <memory>
@@ -359,7 +360,12 @@ class FastWalk {
     scratch_ = &scratch;
     order_ = std::make_unique<SpanPlan>(span, *plan_);
     prepare_keys(span);
-    for (int i = 0; i < active_; ++i) head_window(span, heads_[i]);
+    for (int i = 0; i < active_; ++i) {
+      if (i + 1 < active_) {
+        prefetch_checkpoint(*row_, state_shape(*layer_), heads_[i + 1].index, span.flush);
+      }
+      head_window(span, heads_[i]);
+    }
   }
 
   float amax() {
@@ -731,6 +737,20 @@ std::vector<Group> make_groups(const GdnLayer& layer, std::span<const StateRow> 
   return groups;
 }
 
+/// Asks for the records of a group's span and for the checkpoint of its first head.
+void ask_for(const GdnLayer& layer, const StateRow& row, const GdnInputs& in, const Group& group,
+             const ReplaySpan& span) {
+  prefetch_checkpoint(row, state_shape(layer), group.heads.front(), span.flush);
+  const int64_t values = static_cast<int64_t>(group.heads.size()) * layer.value_dim;
+  const int64_t first = int64_t{group.heads.front()} * layer.value_dim;
+  for (int64_t t = span.first; t < span.end(); ++t) {
+    prefetch_floats(in.k + t * in.k_stride + int64_t{group.key_head} * layer.key_dim,
+                    layer.key_dim);
+    prefetch_floats(in.u + t * in.u_stride + first, values);
+    if (span.flush) prefetch_floats(in.v + t * in.v_stride + first, values);
+  }
+}
+
 /// Carries the first exception of a parallel loop (a codec library may fail) to its caller.
 class FirstError {
  public:
@@ -768,20 +788,32 @@ void run(const GdnLayer& layer, std::span<StateRow> rows, std::span<const GdnInp
     walk.bind(layer, rows[group.row], inputs[group.row], rows[group.row].plans[group.plan],
               group.key_head, group.heads);
   };
+  // Groups that flush take longest and go first.
+  std::stable_partition(independent.begin(), independent.end(),
+                        [&](int i) { return spans[groups[i].row][groups[i].plan].front().flush; });
   FirstError error;
-#pragma omp parallel
+  std::atomic<size_t> taken = 0;
+#pragma omp parallel if (independent.size() > 1)
   {
     static thread_local Walk walk;  // keeps its buffers
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < independent.size(); ++i) {
+    // A group is taken while the one before it is worked on: its data can be asked for.
+    size_t item = taken++;
+    while (item < independent.size()) {
+      const size_t next = taken++;
+      const Group* upcoming = next < independent.size() ? &groups[independent[next]] : nullptr;
       error.guard([&] {
-        const Group& group = groups[independent[i]];
+        if (upcoming != nullptr) {
+          const ReplaySpan& first = spans[upcoming->row][upcoming->plan].front();
+          ask_for(layer, rows[upcoming->row], inputs[upcoming->row], *upcoming, first);
+        }
+        const Group& group = groups[independent[item]];
         bind(group, walk);
         for (const ReplaySpan& span : spans[group.row][group.plan]) {
           walk.window(span);
           if (span.flush) walk.encode(span, 0.0f);
         }
       });
+      item = next;
     }
   }
   error.rethrow();
@@ -856,9 +888,9 @@ void check_gdn_layer(const GdnLayer& layer) {
 void check_gdn_inputs(std::span<const GdnInputs> inputs, bool queries) {
   for (size_t i = 0; i < inputs.size(); ++i) {
     const GdnInputs& in = inputs[i];
-    const std::string place = "gdn: row " + std::to_string(i) + ": ";
+    const auto place = [i] { return "gdn: row " + std::to_string(i) + ": "; };
     if (queries && in.tokens < 0) {
-      throw std::invalid_argument(place + "tokens is " + std::to_string(in.tokens) +
+      throw std::invalid_argument(place() + "tokens is " + std::to_string(in.tokens) +
                                   ", expected at least 0");
     }
     if (queries && in.tokens == 0) continue;
@@ -870,7 +902,7 @@ void check_gdn_inputs(std::span<const GdnInputs> inputs, bool queries) {
                                                           {"q", queries ? in.q : in.k},
                                                           {"o", queries ? in.o : in.u}};
     for (const auto& [name, pointer] : needed) {
-      if (!pointer) throw std::invalid_argument(place + name + " is null, expected an array");
+      if (!pointer) throw std::invalid_argument(place() + name + " is null, expected an array");
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -75,6 +76,22 @@ class Staged {
   std::vector<std::byte> copy_;
 };
 
+/// body(head) for every head, in parallel; throws again what the first failing one threw.
+template <class Body>
+void for_heads(int heads, const Body& body) {
+  std::exception_ptr error;
+#pragma omp parallel for schedule(dynamic)
+  for (int h = 0; h < heads; ++h) {
+    try {
+      body(h);
+    } catch (...) {
+#pragma omp critical(replayeval_state_store_error)
+      if (!error) error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
 std::vector<std::byte> bytes_of(const Memory& memory, size_t offset, size_t bytes) {
   std::vector<std::byte> copy(bytes);
   if (bytes > 0) memory.backend()->download(copy.data(), memory.data() + offset, bytes);
@@ -147,16 +164,26 @@ void StateStore::reset(int r, const RowSpec& spec) {
                                std::vector<std::byte>& recurrence, size_t recurrence_stride,
                                std::vector<std::byte>& read, size_t read_stride,
                                size_t memory_stride) {
+    std::vector<int> encoded(plans.size(), -1);  // head whose zeros a plan's other heads copy
     for (size_t h = 0; h < heads; ++h) {
       const HeadPlan& plan = plans[row.plan_of_head[h]];
+      std::byte* own = recurrence.data() + h * recurrence_stride;
+      std::byte* own_read = read.data() + h * read_stride;
+      int& first = encoded[row.plan_of_head[h]];
+      if (first >= 0) {
+        const size_t from = static_cast<size_t>(first);
+        std::copy_n(recurrence.data() + from * recurrence_stride, recurrence_stride, own);
+        if (plan.read) std::copy_n(read.data() + from * read_stride, read_stride, own_read);
+        continue;
+      }
+      first = static_cast<int>(h);
       EncodeHealth ignored;
       std::vector<std::byte> memory(memory_stride);
       encode_head({plan.recurrence.format, Rounding::nearest_even}, shape_.state, zero.data(),
-                  RandomKey{}, 0.0f, recurrence.data() + h * recurrence_stride, memory.data(),
-                  &ignored);
+                  RandomKey{}, 0.0f, own, memory.data(), &ignored);
       if (plan.read) {
         encode_head({plan.read->format, Rounding::nearest_even}, shape_.state, zero.data(),
-                    RandomKey{}, 0.0f, read.data() + h * read_stride,
+                    RandomKey{}, 0.0f, own_read,
                     memory.data() + memory_bytes(*plan.recurrence.format, shape_.state), &ignored);
       }
     }
@@ -479,29 +506,31 @@ void StateStore::hand_over(Row& row, int64_t position, bool keep_prompt) {
                            memory.data(),
                            row.memory_stride,
                            reinterpret_cast<HeadHealth*>(healths.data())};
-  float amax = 0.0f;
-  for (int h = 0; h < shape_.heads; ++h) {
+  std::vector<float> largest(static_cast<size_t>(shape_.heads));
+  for_heads(shape_.heads, [&](int h) {
     float* state = states.data() + h * elements;
     const size_t head = static_cast<size_t>(h);
     decode_head(*row.prompt_plans[row.plan_of_head[head]].recurrence.format, shape_.state,
                 own.recurrence + head * own.recurrence_stride, state);
-    amax = std::max(amax, state_amax(state, elements));
-  }
-  for (int h = 0; h < shape_.heads; ++h) {
+    largest[head] = state_amax(state, elements);
+  });
+  float amax = 0.0f;
+  for (float a : largest) amax = std::max(amax, a);
+  for_heads(shape_.heads, [&](int h) {
     float* state = states.data() + h * elements;
     const size_t head = static_cast<size_t>(h);
     const PackedHeads& to = staged(row, h) ? host_heads(row) : own;
     if (staged(row, h)) to.health[head] = own.health[head];
     encode(row, h, state, amax, position, !keep_prompt, to);
     if (staged(row, h)) own.health[head] = to.health[head];
-    if (!keep_prompt) continue;
+    if (!keep_prompt) return;
     decode_head(*row.plans[row.plan_of_head[head]].recurrence.format, shape_.state,
                 to.recurrence + head * to.recurrence_stride, state);
     EncodeHealth ignored;
     encode_head(row.prompt_plans[row.plan_of_head[head]].recurrence, shape_.state, state,
                 RandomKey{}, 0.0f, own.recurrence + head * own.recurrence_stride, nullptr,
                 &ignored);
-  }
+  });
   for (Staged* copy : {&recurrence, &read, &memory, &healths}) copy->store();
   if (keep_prompt) return;
   row.in_prompt = false;
