@@ -142,6 +142,54 @@ struct FloatRule {
   __device__ float decode(uint32_t code) const { return decode_float(f, code); }
 };
 
+/// Neighbours of a list so far apart and not further: quotient_past is exact.
+constexpr float kLeastGap = 0x1p-60f, kMostGap = 0x1p60f;
+
+/// For q = a / b in FP32, b not 0, and r of 24 bits: has the sign of b exactly when floor(q 2^24) +
+/// r
+/// >= 2^24. That is q >= rho = 1 - r 2^-24; with 2^k the power below rho, the numbers that FP32
+/// rounds to rho or more begin at rho - 2^(k - 24), no quotient of two FP32 numbers itself. a - rho
+/// b is exact where it is as small as 2^(k - 24) b.
+__device__ __forceinline__ float quotient_past(float a, float b, uint32_t r) {
+  const float minus_rho = __fmaf_rn(static_cast<float>(r), 0x1p-24f, -1.0f);
+  const float power = bits_float((float_bits(minus_rho) - 1u) & 0x7F800000u);
+  return __fmaf_rn(power, b * 0x1p-24f, __fmaf_rn(minus_rho, b, a));
+}
+
+/// A list of values: encode_value and encode_value_stochastic searching by halves.
+struct ValuesRule {
+  const ValueList* list;
+  int size, half;
+  __device__ explicit ValuesRule(const FormatDescriptor& d)
+      : list(&d.list), size(storage_bits(d.code_bits)), half(1) {
+    while (2 * half < d.list.count) half *= 2;
+  }
+  __device__ int code_size() const { return size; }
+  /// Number of dividers not above y.
+  __device__ __forceinline__ int count_below(const float* dividers, float y) const {
+    int index = 0;
+    for (int step = half; step > 0; step >>= 1) index += dividers[index + step - 1] <= y ? step : 0;
+    return index;
+  }
+  __device__ uint32_t encode(float y, bool stochastic, uint32_t random) const {
+    if (is_nan(y)) return list->zero_code;
+    if (!stochastic)
+      return static_cast<uint32_t>(min(count_below(list->thresholds, y), list->count - 1));
+    if (list->count < 2) return 0u;
+    // Past the last value the list repeats it.
+    const int left = min(count_below(list->values + 1, y), list->count - 2);
+    const float a = list->values[left], b = list->values[left + 1];
+    if (!(b - a >= kLeastGap && b - a <= kMostGap))
+      return encode_value_stochastic(*list, y, random >> 8);
+    const bool negative = y < 0;
+    const bool up = quotient_past(negative ? b - y : y - a, b - a, random >> 8) >= 0;
+    return static_cast<uint32_t>(left) + (up != negative ? 1u : 0u);
+  }
+  __device__ float decode(uint32_t code) const {
+    return list->values[code < kMaxValues ? code : kMaxValues - 1];
+  }
+};
+
 template <FloatFormat kFormat>
 __device__ inline bool is_known(const FormatDescriptor& d) {
   constexpr FloatFormat f = kFormat;
@@ -161,6 +209,8 @@ __device__ inline void with_rule(const FormatDescriptor& d, Body&& body) {
     body(KnownFloatRule<kE4m3>{});
   } else if (d.element == ElementKind::floating) {
     body(FloatRule(d));
+  } else if (d.element == ElementKind::values) {
+    body(ValuesRule(d));
   } else {
     body(DescribedRule(d));
   }

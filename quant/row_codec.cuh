@@ -91,11 +91,17 @@ struct KnownNumber {
   }
 };
 
-/// A number known to the compiler, as round_known wants it: rounded(y, word, scale) is the rounded
-/// magnitude times the scale of its block.
+/// What round_known asks of an element: rounded(y, word, scale) is the magnitude of y (kSigned: y)
+/// rounded, times the scale of its block. kTwoSided: its range is not the same on both sides;
+/// kOnlyStochastic: it rounds in no other way.
+struct ElementTraits {
+  static constexpr bool kKnown = false, kSigned = false, kTwoSided = false, kOnlyStochastic = false;
+};
+
+/// A number known to the compiler.
 template <FloatFormat kFormat>
-struct KnownElement {
-  static constexpr bool kSigned = false;
+struct KnownElement : ElementTraits {
+  static constexpr bool kKnown = true;
   template <bool kStochastic, bool kScaled>
   __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
     using Number = KnownNumber<kFormat>;
@@ -105,56 +111,116 @@ struct KnownElement {
   }
 };
 
-/// Any float of less range than FP32's that saturates: KnownNumber with its constants in registers.
-struct FloatElement {
-  static constexpr bool kSigned = false;
-  uint32_t shift, mask, random_shift, random_factor;
-  float least, unit, largest;
+/// What a float's magnitude past the largest becomes.
+__device__ inline float past_largest(const FormatDescriptor& d) {
+  return d.saturate || (d.number.inf_code == kNoCode && d.number.nan_code == kNoCode)
+             ? decode_float(d.number, d.number.max_code)
+         : d.number.inf_code != kNoCode ? bits_float(0x7F800000u)
+                                        : bits_float(0x7FC00000u);
+}
 
-  static __device__ bool takes(const FormatDescriptor& d) {
+/// Any signed float of FP32's range or less: KnownNumber with its constants in registers. A float
+/// of FP32's range has no subnormal numbers but FP32's: `least` is 0 and z is |y|.
+struct FloatElement : ElementTraits {
+  uint32_t shift, mask, odd_code, random_shift, random_factor;
+  float least, unit, largest, past, twice, half;
+
+  static __device__ bool takes(const FormatDescriptor& d, bool stochastic) {
     const FloatFormat& f = d.number;
-    return d.element == ElementKind::floating && f.has_sign && d.saturate && f.exponent_bits < 8 &&
-           f.bias >= 0 && f.bias < 127 && (1 << f.exponent_bits) - f.bias < 126 &&
-           f.mantissa_bits > 0 && 23 - f.mantissa_bits >= d.random_bits;
+    if (d.element != ElementKind::floating || !f.has_sign || f.mantissa_bits > 22) return false;
+    if (f.exponent_bits == 8) return f.bias == 127;
+    return f.exponent_bits < 8 && f.bias >= 0 && f.bias < 127 &&
+           (1 << f.exponent_bits) - f.bias < 126 &&
+           (!stochastic || 23 - f.mantissa_bits >= d.random_bits);
   }
-  __device__ explicit FloatElement(const FormatDescriptor& d)
-      : shift(23 - static_cast<uint32_t>(d.number.mantissa_bits)),
-        mask(0xFFFFFFFFu << shift),
-        random_shift(32 - static_cast<uint32_t>(d.random_bits)),
-        random_factor(1u << (shift - static_cast<uint32_t>(d.random_bits))),
-        least(power_of_two(1 - d.number.bias)),
-        unit(least * static_cast<float>(1u << shift)),
-        largest(decode_float(d.number, d.number.max_code)) {}
+  __device__ explicit FloatElement(const FormatDescriptor& d) {
+    const FloatFormat& f = d.number;
+    const bool wide = f.exponent_bits == 8;
+    shift = 23 - static_cast<uint32_t>(f.mantissa_bits);
+    mask = 0xFFFFFFFFu << shift;
+    // Without a mantissa a code is even or odd as its exponent.
+    odd_code = f.mantissa_bits == 0 && f.bias % 2 == 0 ? 1u : 0u;
+    // Whether a word carries depends on no more of its bits than are discarded.
+    const uint32_t random_bits = min(static_cast<uint32_t>(d.random_bits), shift);
+    random_shift = 32 - random_bits;
+    random_factor = 1u << (shift - random_bits);
+    least = wide ? 0.0f : power_of_two(1 - f.bias);
+    unit = least * static_cast<float>(1u << shift);
+    largest = decode_float(f, f.max_code);
+    past = past_largest(d);
+    twice = wide ? 1.0f : 2.0f;
+    half = wide ? 1.0f : 0.5f;
+  }
   template <bool kStochastic, bool kScaled>
   __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
     const float a = fabsf(y);
     float value;
     if constexpr (kStochastic) {
-      const float z = fmaxf(__fadd_rz(a, least), a + a);
+      const float z = fmaxf(__fadd_rz(a, least), a * twice);
       const uint32_t raised = (word >> random_shift) * random_factor + float_bits(z);
-      const float t = fminf(bits_float(raised & mask), largest + largest);
-      value = fminf(t - least, t * 0.5f);
+      const float t = bits_float(raised & mask);
+      value = fminf(t - least, t * half);
     } else {
       const uint32_t bits = float_bits(a);
-      const uint32_t t = (bits + ((1u << shift >> 1) - 1u) + (bits >> shift & 1u)) & mask;
-      value = a < least ? (a + unit) - unit : fminf(bits_float(t), largest);
+      const uint32_t t =
+          (bits + ((1u << shift >> 1) - 1u) + ((bits >> shift ^ odd_code) & 1u)) & mask;
+      value = a < least ? (a + unit) - unit : bits_float(t);
     }
+    value = value > largest ? past : value;
     return kScaled ? value * scale : value;
   }
 };
 
-/// Integers -highest .. highest; their zero is positive.
-struct IntegerElement {
-  static constexpr bool kSigned = true;
-  float highest;
+/// A float whose stochastic rounding takes more random bits than it discards of its normal numbers:
+/// with g the gap at |y|, w the number below and n random bits r, it rounds up where
+/// |y| - w >= g (1 - r 2^-n), all exact.
+struct FineFloatElement : ElementTraits {
+  static constexpr bool kOnlyStochastic = true;
+  uint32_t random_shift;
+  float least, unit, gap, random_unit, largest, past;
 
   static __device__ bool takes(const FormatDescriptor& d) {
-    return d.element == ElementKind::integer && d.lowest == -d.highest;
+    const FloatFormat& f = d.number;
+    const int shift = 23 - f.mantissa_bits;
+    return d.element == ElementKind::floating && f.has_sign && f.exponent_bits < 8 && f.bias >= 0 &&
+           shift > 0 && shift < d.random_bits && f.bias + f.mantissa_bits <= 100 &&
+           (1 << f.exponent_bits) - f.bias + shift < 125;
   }
-  __device__ explicit IntegerElement(const FormatDescriptor& d)
-      : highest(static_cast<float>(d.highest)) {}
+  __device__ explicit FineFloatElement(const FormatDescriptor& d)
+      : random_shift(32 - static_cast<uint32_t>(d.random_bits)),
+        least(power_of_two(1 - d.number.bias)),
+        unit(power_of_two(23 - d.number.mantissa_bits)),
+        gap(power_of_two(-d.number.mantissa_bits)),
+        random_unit(power_of_two(-d.random_bits)),
+        largest(decode_float(d.number, d.number.max_code)),
+        past(past_largest(d)) {}
   template <bool kStochastic, bool kScaled>
   __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
+    static_assert(kStochastic);
+    const float a = fminf(fabsf(y), largest + largest);
+    const float power = bits_float(float_bits(fmaxf(a, least)) & 0x7F800000u);
+    const float whole = __fadd_rz(a, power * unit) - power * unit;
+    const float rest =
+        __fmaf_rn(static_cast<float>(word >> random_shift), -random_unit, 1.0f) * (power * gap);
+    float value = a - whole >= rest ? __fmaf_rn(power, gap, whole) : whole;
+    value = value > largest ? past : value;
+    return kScaled ? value * scale : value;
+  }
+};
+
+/// Integers lowest .. highest, zero among them; it is positive.
+struct IntegerElement : ElementTraits {
+  static constexpr bool kSigned = true, kTwoSided = true;
+  float highest, deepest;
+
+  static __device__ bool takes(const FormatDescriptor& d) {
+    return d.element == ElementKind::integer && d.lowest <= 0 && d.highest >= 0;
+  }
+  __device__ explicit IntegerElement(const FormatDescriptor& d)
+      : highest(static_cast<float>(d.highest)), deepest(-static_cast<float>(d.lowest)) {}
+  template <bool kStochastic, bool kScaled>
+  __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
+    const float limit = y < 0 ? deepest : highest;
     float value;
     if constexpr (kStochastic) {
       // floor(d 2^24) + r >= 2^24 means d >= 1 - r 2^-24, both exact.
@@ -162,12 +228,92 @@ struct IntegerElement {
       const float a = fminf(fabsf(y), 65536.0f);
       const float whole = __fadd_rz(a, kWhole) - kWhole;
       const float rest = 1.0f - static_cast<float>(word >> 8) * 0x1p-24f;
-      value = fminf(a - whole >= rest ? whole + 1.0f : whole, highest);
+      value = fminf(a - whole >= rest ? whole + 1.0f : whole, limit);
     } else {
-      value = round_to_even(fminf(fabsf(y), highest));
+      value = round_to_even(fminf(fabsf(y), limit));
     }
     value = bits_float(float_bits(value) | (float_bits(y) & 0x80000000u)) + 0.0f;
     return kScaled ? value * scale : value;
+  }
+};
+
+/// A list of values. What divides them (to nearest the thresholds, stochastically all values but
+/// the first) is searched by halves: the first two dividers are every thread's, those of the next
+/// steps the warp's lanes hold. Of more than 16 values the lanes hold every eighth divider, and the
+/// last three steps read the list.
+template <bool kSmall>  // up to 16 values
+struct ValueElement : ElementTraits {
+  static constexpr bool kSigned = true, kTwoSided = true;
+  static constexpr int kLanes = kSmall ? 16 : 32, kApart = kSmall ? 1 : 8;
+  static_assert(kLanes * kApart == (kSmall ? 16 : kMaxValues));
+  const float *dividers, *values;
+  float root, lower, upper;
+  float third, fourth, fifth;  // the lane's
+  float value;                 // kSmall: the lane's
+
+  static __device__ bool takes(const FormatDescriptor& d, bool stochastic) {
+    if (d.element != ElementKind::values) return false;
+    bool plain = true;
+    for (int i = 0; i < d.list.count && stochastic; ++i) {
+      const float x = d.list.values[i];
+      plain = plain && magnitude(x) <= block_codec::kMostGap &&
+              (i == 0 || x - d.list.values[i - 1] >= block_codec::kLeastGap);
+    }
+    return plain;
+  }
+  __device__ ValueElement(const FormatDescriptor& d, bool stochastic)
+      : dividers(stochastic ? d.list.values + 1 : d.list.thresholds), values(d.list.values) {
+    const auto divider = [&](int i) { return dividers[(min(i, kLanes - 2) + 1) * kApart - 1]; };
+    const int lane = static_cast<int>(threadIdx.x & 31);
+    root = divider(kLanes / 2 - 1);
+    lower = divider(kLanes / 4 - 1);
+    upper = divider(3 * kLanes / 4 - 1);
+    third = divider(lane + kLanes / 8 - 1);
+    fourth = divider(lane + kLanes / 16 - 1);
+    fifth = divider(lane);
+    value = values[lane];
+  }
+  static __device__ __forceinline__ float of_lane(float x, int lane) {
+    return __shfl_sync(0xFFFFFFFFu, x, lane);
+  }
+  template <bool kStochastic, bool kScaled>
+  __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
+    const bool right = y >= root;
+    int index = right ? kLanes / 2 : 0;
+    index += y >= (right ? upper : lower) ? kLanes / 4 : 0;
+    index += y >= of_lane(third, index) ? kLanes / 8 : 0;
+    const bool negative = y < 0;
+    float result = 0, near = 0, far = 0;  // neighbours of y, the one to begin from first
+    if constexpr (kSmall) {
+      const float divider = of_lane(fourth, index);
+      const bool above = y >= divider;
+      if constexpr (kStochastic) {
+        const float other = of_lane(value, above ? index + 2 : index);
+        near = above != negative ? divider : other;
+        far = above != negative ? other : divider;
+      } else {
+        result = of_lane(value, above ? index + 1 : index);
+      }
+    } else {
+      index += y >= of_lane(fourth, index) ? 2 : 0;
+      index += y >= of_lane(fifth, index) ? 1 : 0;
+      index *= kApart;
+      index += y >= dividers[index + 3] ? 4 : 0;
+      index += y >= dividers[index + 1] ? 2 : 0;
+      index += y >= dividers[index] ? 1 : 0;
+      if constexpr (kStochastic) {
+        const int next = min(index + 1, kMaxValues - 1);
+        near = values[negative ? next : index];
+        far = values[negative ? index : next];
+      } else {
+        result = values[index];
+      }
+    }
+    if constexpr (kStochastic) {
+      const float past = block_codec::quotient_past(y - near, far - near, word >> 8);
+      result = (past < 0) == negative ? far : near;
+    }
+    return kScaled ? result * scale : result;
   }
 };
 
@@ -181,7 +327,19 @@ __device__ __forceinline__ float reciprocal(float x) {
   return __fmaf_rn(r, -__fmaf_rn(x, r, -1.0f), r);
 }
 
-enum class Element : uint8_t { fp32, e2m1, e4m3, fp16, bf16, floating, integer, described };
+enum class Element : uint8_t {
+  fp32,
+  e2m1,
+  e4m3,
+  fp16,
+  bf16,
+  floating,
+  fine_floating,
+  integer,
+  few_values,
+  values,
+  described
+};
 
 /// What a role's encodings of one head have in common, in registers.
 struct Role {
@@ -189,8 +347,9 @@ struct Role {
   Element element = Element::fp32;
   bool stochastic = false, plain_scale = false;
   Span span = Span::none;
-  int block = 0;  // columns, 0: no blocks
-  float high = 0, limit = 0, inverse_divisor = 0;
+  int block = 0;            // columns, 0: no blocks
+  float low = 0, high = 0;  // numbers outside are counted
+  float limit = 0, inverse_divisor = 0;
   PhiloxKey key;
   std::byte* packed = nullptr;
 };
@@ -202,19 +361,24 @@ __device__ inline Role make_role(const FormatDescriptor& d, bool stochastic, con
   r.d = &d;
   r.block = d.block_scale == BlockScale::none ? 0 : d.block_columns;
   r.stochastic = stochastic && d.element != ElementKind::fp32;
-  r.element = d.element == ElementKind::fp32 && d.span == Span::none && r.block == 0 ? Element::fp32
-              : is_known<kE2m1>(d) && r.block > 0                                    ? Element::e2m1
-              : is_known<kE4m3>(d) && r.block == 0                                   ? Element::e4m3
-              : is_known<kFp16>(d) && r.block == 0                                   ? Element::fp16
-              : is_known<kBf16>(d) && r.block == 0                                   ? Element::bf16
-              : FloatElement::takes(d)   ? Element::floating
-              : IntegerElement::takes(d) ? Element::integer
-                                         : Element::described;
+  r.element =
+      d.element == ElementKind::fp32 && d.span == Span::none && r.block == 0 ? Element::fp32
+      : is_known<kE2m1>(d) && r.block > 0                                    ? Element::e2m1
+      : is_known<kE4m3>(d) && r.block == 0                                   ? Element::e4m3
+      : is_known<kFp16>(d) && r.block == 0                                   ? Element::fp16
+      : is_known<kBf16>(d) && r.block == 0                                   ? Element::bf16
+      : FloatElement::takes(d, r.stochastic)                                 ? Element::floating
+      : FineFloatElement::takes(d) ? Element::fine_floating
+      : IntegerElement::takes(d)   ? Element::integer
+      : ValueElement<true>::takes(d, r.stochastic)
+          ? (d.list.count <= ValueElement<true>::kLanes ? Element::few_values : Element::values)
+          : Element::described;
   r.span = d.span;
   constexpr FloatFormat e4m3 = kE4m3;
   r.plain_scale = d.block_scale == BlockScale::floating && d.scale_number == e4m3 &&
                   d.scale_rounding == ScaleRounding::nearest && d.candidates[0] == 1.0f;
-  r.high = d.clip_high;
+  r.low = d.saturate ? d.clip_low : bits_float(0xFF800000u);
+  r.high = d.saturate ? d.clip_high : bits_float(0x7F800000u);
   r.limit = d.scale_max * d.divisor;
   r.inverse_divisor = 1.0f / d.divisor;
   r.key = key;
@@ -352,9 +516,13 @@ __device__ __forceinline__ PhiloxWords words_of(const Role& r, const Numbers& n,
 template <class Columns, int kBlock, bool kStochastic, class Number, class Sink>
 __device__ __forceinline__ bool round_known(const Number& number, const Role& r, const Numbers& n,
                                             ThreadCounts* counts, Sink&& sink) {
+  const auto is_outside = [&](float y) {
+    return Number::kTwoSided ? y > r.high || y < r.low : fabsf(y) > r.high;
+  };
   const OuterScale o = row_outer(r, n);
   constexpr int kOwn = kBlock == 16 ? 2 : 1;
   float own_factor[kOwn], own_scale[kOwn];
+  uint32_t outside = 0;
   if constexpr (kBlock > 0) {
     float quads[kRowQuads], own[kOwn];
 #pragma unroll
@@ -366,18 +534,17 @@ __device__ __forceinline__ bool round_known(const Number& number, const Role& r,
     for (int k = 0; k < kOwn; ++k) vanished = vanished || (own_scale[k] == 0 && own[k] > 0);
     if (__any_sync(0xFFFFFFFFu, vanished)) return false;
   } else {
-    if (n.largest * o.encode > r.high) {
-      uint32_t outside = 0;
+    if (n.largest * o.encode > (Number::kTwoSided ? fminf(r.high, -r.low) : r.high)) {
 #pragma unroll
       for (int i = 0; i < kRowQuads; ++i) {
         float x[4];
         to_array(n.v[i], x);
-        for (int e = 0; e < 4; ++e) outside += fabsf(x[e] * o.encode) > r.high ? 1 : 0;
+        for (int e = 0; e < 4; ++e) outside += is_outside(x[e] * o.encode) ? 1 : 0;
       }
       (r.span == Span::none ? counts->saturated : counts->clipped) += outside;
     }
   }
-  // Numbers outside are counted in FP32: 2^40 (|y| - high), limited to [0, 1].
+  // Known numbers outside are counted in FP32: 2^40 (|y| - high), limited to [0, 1].
   constexpr float kSteep = 0x1p40f;
   const float threshold = -kSteep * r.high;
   float clipped = 0.0f;
@@ -395,15 +562,18 @@ __device__ __forceinline__ bool round_known(const Number& number, const Role& r,
       const float y = x[e] * factor;
       const float value =
           number.template rounded<kStochastic, (kBlock > 0)>(y, words.word[e], scale);
-      if constexpr (kBlock > 0)
+      if constexpr (kBlock > 0 && Number::kKnown) {
         clipped = clipped + __saturatef(__fmaf_rn(fabsf(y), kSteep, threshold));
+      } else if constexpr (kBlock > 0) {
+        outside += is_outside(y) ? 1 : 0;
+      }
       x[e] = value * o.decode;
       if constexpr (!Number::kSigned)
         x[e] = bits_float(float_bits(x[e]) | (float_bits(y) & 0x80000000u));
     }
     sink(i, make_float4(x[0], x[1], x[2], x[3]));
   }
-  if constexpr (kBlock > 0) counts->clipped += static_cast<uint32_t>(clipped);
+  if constexpr (kBlock > 0) counts->clipped += static_cast<uint32_t>(clipped) + outside;
   return true;
 }
 
@@ -493,8 +663,12 @@ __device__ __forceinline__ void round_described(const Role& r, const Numbers& n,
 template <class Columns, int kBlock, class Number, class Sink>
 __device__ __forceinline__ bool round_number(const Number& number, const Role& r, const Numbers& n,
                                              ThreadCounts* counts, Sink&& sink) {
-  return r.stochastic ? round_known<Columns, kBlock, true>(number, r, n, counts, sink)
-                      : round_known<Columns, kBlock, false>(number, r, n, counts, sink);
+  if constexpr (Number::kOnlyStochastic) {
+    return round_known<Columns, kBlock, true>(number, r, n, counts, sink);
+  } else {
+    return r.stochastic ? round_known<Columns, kBlock, true>(number, r, n, counts, sink)
+                        : round_known<Columns, kBlock, false>(number, r, n, counts, sink);
+  }
 }
 /// Numbers whose constants are in registers, with any block.
 template <class Columns, class Number, class Sink>
@@ -556,8 +730,14 @@ __device__ __forceinline__ void round_rows(const row_codec::Role& r, const row_c
       done = round_number<Columns, 0>(KnownElement<kBf16>{}, r, n, counts, sink);
     } else if (r.element == Element::floating) {
       done = round_blocks<Columns>(FloatElement(*r.d), r, n, counts, sink);
+    } else if (r.element == Element::fine_floating) {
+      done = round_blocks<Columns>(FineFloatElement(*r.d), r, n, counts, sink);
     } else if (r.element == Element::integer) {
       done = round_blocks<Columns>(IntegerElement(*r.d), r, n, counts, sink);
+    } else if (r.element == Element::few_values) {
+      done = round_blocks<Columns>(ValueElement<true>(*r.d, r.stochastic), r, n, counts, sink);
+    } else if (r.element == Element::values) {
+      done = round_blocks<Columns>(ValueElement<false>(*r.d, r.stochastic), r, n, counts, sink);
     }
   }
   if (!done) round_described<Columns>(r, n, counts, sink);

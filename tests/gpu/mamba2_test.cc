@@ -198,14 +198,21 @@ TEST_CASE("gpu: mamba2 rows of 128 columns, from subnormal numbers to infinity")
     INFO(sizes.heads << " heads [" << sizes.head_dim << ", " << sizes.state_dim << "]");
     std::mt19937 random(41);
     std::deque<RowPair> rows;
+    std::vector<std::string> names;
     std::vector<float> magnitudes;
-    for (const std::string& name : row_formats()) {
+    for (const StateCodec& codec : row_codecs()) {
       for (int window : {1, 4, 16}) {
         magnitudes.push_back(row_magnitude(magnitudes.size()));
-        const std::string both = window == 4 ? "fp32|" + name : name;
+        HeadPlan plan = plan_of("fp32", window);
+        if (window == 4) {
+          plan.read = codec;
+        } else {
+          plan.recurrence = codec;
+        }
+        names.push_back(codec.format->name);
         rows.emplace_back(StateShape{sizes.head_dim, sizes.state_dim}, sizes.heads,
-                          std::vector<HeadPlan>{plan_of(both, window)}, std::vector<uint8_t>{}, 9u,
-                          &random, magnitudes.back());
+                          std::vector<HeadPlan>{plan}, std::vector<uint8_t>{}, 9u, &random,
+                          magnitudes.back());
       }
     }
     const int count = static_cast<int>(rows.size());
@@ -219,7 +226,7 @@ TEST_CASE("gpu: mamba2 rows of 128 columns, from subnormal numbers to infinity")
       for (RowPair& row : rows) row.move(tokens);
     }
     for (int r = 0; r < count; ++r) {
-      INFO("row " << r);
+      INFO("row " << r << " " << names[static_cast<size_t>(r)]);
       rows[static_cast<size_t>(r)].check_equal();
     }
     problem.check_outputs();

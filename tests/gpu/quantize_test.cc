@@ -5,7 +5,7 @@
 #include "quant/codec.h"
 #include "quant/format_file.h"
 #include "quant/quantize_cuda.h"
-#include "tests/gpu/gpu.h"
+#include "tests/gpu/state_rows.h"
 #include "tests/support/format_variants.h"
 
 using namespace replayeval;
@@ -165,6 +165,17 @@ TEST_CASE(
     }
   }
   CHECK(compared > 60);
+}
+
+TEST_CASE("gpu: formats as files describe them equal the host's") {
+  if (!gpu()) return;
+  std::mt19937 random(24);
+  int compared = 0;
+  for (const auto& format : described_formats()) {
+    for (StateShape shape : {StateShape{48, 128}, StateShape{4, 32}, StateShape{3, 7}})
+      compared += compare(format, shape, 1, &random);
+  }
+  CHECK(compared > 120);
 }
 
 TEST_CASE("gpu: a head beyond the shared memory of a block is rounded in global memory") {

@@ -4,10 +4,15 @@
 
 #include <doctest/doctest.h>
 
+#include <cmath>
 #include <deque>
+#include <functional>
+#include <memory>
 #include <random>
 #include <span>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/simd_dispatch.h"
@@ -220,17 +225,72 @@ inline std::vector<HeadPlan> plans_to_test() {
   return plans;
 }
 
+/// Elements and scales as a format file describes them, of widths that built-in formats have and
+/// with rules that they have not.
+inline std::vector<std::shared_ptr<const StateFormat>> described_formats() {
+  const std::string block16 = "scale: {format: e4m3, block: 16}\nouter: {span: head}\n",
+                    block32 = "scale: {format: e8m0, block: 32, rounding: down}\n",
+                    row = "outer: {span: row}\n", none;
+  const auto list_of = [](int count, const std::function<float(int)>& value) {
+    std::ostringstream text;
+    for (int i = 0; i < count; ++i) text << (i ? ", " : "{values: [") << value(i);
+    return text.str() + "]}";
+  };
+  const std::string fifteen =
+                        "{values: [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]}",
+                    forty =
+                        list_of(40, [](int i) { return 0.1f * static_cast<float>(i * i - 300); });
+  const std::pair<std::string, std::string> texts[] = {
+      {"{exponent: 1, mantissa: 2}", block16},
+      {"{exponent: 3, mantissa: 0}", block16},
+      {"{exponent: 3, mantissa: 0}", none},
+      {"{exponent: 3, mantissa: 0, bias: 2}", none},
+      {"{exponent: 2, mantissa: 3, nan: true}", block32},
+      {"{exponent: 6, mantissa: 9}", none},
+      {"{exponent: 6, mantissa: 9}", block32},
+      {"{exponent: 4, mantissa: 3, random_bits: 24}", row},
+      {"{exponent: 5, mantissa: 2, inf: true, nan: true, overflow: inf}", none},
+      {"{exponent: 5, mantissa: 10, random_bits: 24}", none},
+      {"{format: fp16, overflow: inf}", none},
+      {"{format: bf16, random_bits: 8}", none},
+      {"{exponent: 8, mantissa: 4, inf: true, nan: true, random_bits: 24}", row},
+      {"{integer: {from: -128, to: 127}}", row},
+      {"{integer: {from: -8, to: 7}}", block16},
+      {"{integer: {from: 0, to: 15}}", block16},
+      {"{integer: {from: -32768, to: 32767}}", row},
+      {fifteen, block16},
+      {fifteen, none},
+      {"{values: [-1.5, 0.75]}", row},
+      {"{values: [1, 2, 5]}", block32},
+      {list_of(17, [](int i) { return static_cast<float>(i) - 7.25f; }), block16},
+      {list_of(32, [](int i) { return 0.3f * static_cast<float>(i) - 9.7f; }), row},
+      {forty, row},
+      {forty, block32},
+      {list_of(256, [](int i) { return std::sinh(0.02f * static_cast<float>(i - 127)); }), row},
+  };
+  std::vector<std::shared_ptr<const StateFormat>> formats;
+  for (const auto& [element, scales] : texts) {
+    const std::string name = element.substr(0, 60) + " " + scales;
+    formats.push_back(parse_format("element: " + element + "\n" + scales, name, ".", name));
+  }
+  return formats;
+}
 /// Formats of every kind of element and scale whose rows may lie in registers, rounded both ways.
-inline std::vector<std::string> row_formats() {
-  std::vector<std::string> names;
+inline std::vector<StateCodec> row_codecs() {
+  std::vector<std::shared_ptr<const StateFormat>> formats;
   for (const char* name :
        {"fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp8", "int8", "int16", "nvfp4", "mxfp4",
         "mxfp8", "mxfp8_e5m2", "4over6", "formats/e3m2_block32.yaml", "formats/int4_block32.yaml",
         "formats/nf4.yaml"}) {
-    names.push_back(name);
-    names.push_back(std::string(name) + "+sr");
+    formats.push_back(find_or_load_format(name));
   }
-  return names;
+  for (const auto& format : described_formats()) formats.push_back(format);
+  std::vector<StateCodec> codecs;
+  for (const auto& format : formats) {
+    for (Rounding rounding : {Rounding::nearest_even, Rounding::stochastic})
+      codecs.push_back({format, rounding});
+  }
+  return codecs;
 }
 /// Sizes of the numbers of a state for which formats saturate, vanish, or are not left at all.
 inline float row_magnitude(size_t i) {
