@@ -148,6 +148,8 @@ class Backend {
   /// host.
   virtual std::unique_ptr<CapturedWork> capture(const std::function<void()>& queue,
                                                 const CapturedWork* beside = nullptr);
+  /// Waits for all work queued so far; nothing on the host.
+  virtual void synchronize() = 0;
 
   // Memory. Pointers belong to the backend unless called host.
   /// Throws std::runtime_error when there is not enough.
