@@ -7,6 +7,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "kernels/decode_tiles.cuh"
 #include "kernels/gdn_block.cuh"
@@ -18,7 +19,12 @@ constexpr int kMostHeads = 512;  // of a call, where a format has scales given i
 constexpr int kFlushThreads = 256;
 constexpr int kMostKeys = 256;  // key_dim
 
-enum class ReadKind : int { fp32, fp16, nvfp4, described };
+/// How the reading kernel decodes a checkpoint. `coded`: any format of up to 16 bits an element
+/// whose rows are whole 16-byte chunks, without blocks or with blocks of a multiple of 16 columns;
+/// `described`: any, element by element from where it lies.
+enum class ReadKind : int { fp32, fp16, nvfp4, coded, described };
+
+constexpr int kCodes = 256;  // of elements and of block scales that are looked up
 
 struct GdnDecodeLaunch {
   GdnLayer layer;
@@ -37,10 +43,10 @@ struct GdnDecodeLaunch {
 struct ReadLayout {
   int k_row;      // floats
   int state_row;  // bytes of a state row as it is copied
-  int keys, query, key_weights, query_weights, decay, dots, partial, u, scales, state, end;
+  int keys, query, key_weights, query_weights, decay, dots, partial, u, scales, tables, state, end;
 
   __host__ __device__ ReadLayout(int value_dim, int key_dim, int window, int u_size, int code_bits,
-                                 int blocks_across) {
+                                 int blocks_across, bool coded) {
     k_row = padded_row(key_dim);
     state_row = key_dim * code_bits / 8 + 16;  // rows of neighbouring threads in different banks
     int at = 0;
@@ -49,6 +55,7 @@ struct ReadLayout {
       at += (bytes + 15) / 16 * 16;
       return from;
     };
+    tables = take(coded ? 8 * kCodes : 0);  // first, at an offset that the compiler knows
     keys = take(4 * window * k_row);
     query = take(4 * k_row);
     key_weights = take(4 * window);
@@ -125,6 +132,55 @@ __device__ __forceinline__ float4 state_four(const std::byte* row, int n, __half
   }
 }
 
+/// Values of codes of 4 or 8 bits by table, of the code that begins at bit `at` of a word.
+template <int kBits>
+struct TableValues {
+  const std::byte* values;
+
+  __device__ __forceinline__ float operator()(uint32_t word, int at) const {
+    const uint32_t offset = (at < 2 ? word << 2 : word >> (at - 2)) & ((1u << kBits) - 1u) << 2;
+    return *reinterpret_cast<const float*>(values + offset);
+  }
+};
+
+/// The products of a decoded row with the key and with the query, each one chain over the columns.
+struct RowProducts {
+  float key = 0, query = 0;
+};
+
+/// `codes`: a row of kBits-bit codes in shared memory, `scales`: those of its blocks (of a multiple
+/// of 16 columns), or null; value(word, bit) is what the code there decodes to.
+template <int kBits, class Value>
+__device__ __forceinline__ RowProducts coded_row(const std::byte* codes, const std::byte* scales,
+                                                 const float* scale_values, int block, float outer,
+                                                 const float* key, const float* query, int key_dim,
+                                                 Value&& value) {
+  RowProducts sum;
+  float scale = 1.0f;
+  int next = scales ? 0 : key_dim;  // column that the next block begins at
+  for (int n = 0; n < key_dim; n += 128 / kBits) {
+    const uint4 chunk = *reinterpret_cast<const uint4*>(codes + n * kBits / 8);
+    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+    for (int m = 0; m < 128 / kBits; m += 4) {
+      if (m % 16 == 0 && n + m == next) {
+        scale = scale_values[static_cast<uint32_t>(*scales++)];
+        next += block;
+      }
+      float v[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int at = (m + e) * kBits;
+        v[e] = value(words[at / 32], at % 32) * scale * outer;
+      }
+      const float4 s = make_float4(v[0], v[1], v[2], v[3]);
+      sum.key = chain(load4(key + n + m), s, sum.key);
+      sum.query = chain(load4(query + n + m), s, sum.query);
+    }
+  }
+  return sum;
+}
+
 template <ReadKind kKind>
 __global__ void __launch_bounds__(512) gdn_read(const __grid_constant__ GdnDecodeLaunch p) {
   extern __shared__ __align__(16) std::byte shared[];
@@ -144,7 +200,8 @@ __global__ void __launch_bounds__(512) gdn_read(const __grid_constant__ GdnDecod
   constexpr bool kCopied = kKind != ReadKind::described;
   const int u_size = p.plan.ring_u == RecordType::bf16 ? 2 : 4;
   const ReadLayout at(value_dim, key_dim, window, u_size, kCopied ? l.code_size : 0,
-                      kKind == ReadKind::nvfp4 ? l.blocks_across : 0);
+                      kKind == ReadKind::nvfp4 || kKind == ReadKind::coded ? l.blocks_across : 0,
+                      kKind == ReadKind::coded);
   const RingInputs in{&p, row, head, key_head, t};
 
   if constexpr (kCopied) {
@@ -154,10 +211,19 @@ __global__ void __launch_bounds__(512) gdn_read(const __grid_constant__ GdnDecod
       copy_async(shared + at.state + r * at.state_row + 16 * c,
                  packed + (static_cast<size_t>(r) * chunks + c) * 16);
     }
-    if constexpr (kKind == ReadKind::nvfp4) {
+    if constexpr (kKind == ReadKind::nvfp4 || kKind == ReadKind::coded) {
       for (int i = tid; i < value_dim * l.blocks_across / 16; i += threads) {
         copy_async(shared + at.scales + 16 * i, packed + l.scales + 16 * i);
       }
+    }
+  }
+  const FormatDescriptor& d = p.formats[own ? p.plan.read : p.plan.recurrence].descriptor;
+  float* values = reinterpret_cast<float*>(shared + at.tables);
+  if constexpr (kKind == ReadKind::coded) {
+    for (int i = tid; i < kCodes; i += threads) {
+      if (l.code_size <= 8 && i < 1 << l.code_size)
+        values[i] = decode_element(d, static_cast<uint32_t>(i));
+      if (l.blocks_down > 0) values[kCodes + i] = decode_block_scale(d, static_cast<uint32_t>(i));
     }
   }
   const int u_chunks = value_dim * u_size / 16;
@@ -248,69 +314,109 @@ __global__ void __launch_bounds__(512) gdn_read(const __grid_constant__ GdnDecod
   wait_for_copies();
   __syncthreads();
 
-  // Half of the threads read with the key and make u, the others with the query and make what o has
-  // of earlier tokens.
   const float carried = dots[0];
-  const int half = threads / 2, side = tid >= half ? 1 : 0;
   float* partial = reinterpret_cast<float*>(shared + at.partial);
-  for (int i = tid - side * half; i < value_dim; i += half) {
-    const float* operand = side == 0 ? keys + t * at.k_row : query;
-    float sum = 0.0f;
-    const auto add = [&](int n, float4 s) { sum = chain(load4(operand + n), s, sum); };
-    if constexpr (kCopied) {
-      const std::byte* state = shared + at.state + i * at.state_row;
-      const float outer =
-          kKind == ReadKind::nvfp4 ? *reinterpret_cast<const float*>(packed + l.outer) : 1.0f;
-      for (int m = 0; m < key_dim; m += 16) {
-        __half2 scale{};
-        if constexpr (kKind == ReadKind::nvfp4) {
-          scale =
-              e4m3_scale(static_cast<uint32_t>(shared[at.scales + i * l.blocks_across + m / 16]));
-        }
-#pragma unroll
-        for (int n = 0; n < 16; n += 4) add(m + n, state_four<kKind>(state, m + n, scale, outer));
-      }
-    } else {
-      const FormatDescriptor& d = p.formats[own ? p.plan.read : p.plan.recurrence].descriptor;
-      const block_codec::DescribedRule rule(d);
+  const auto stored = [&](int j, int i) {
+    return load_record(p.plan.ring_u, shared + at.u, j * value_dim + i);
+  };
+  // From the products with the checkpoint's row i: u, and what o has of earlier tokens.
+  const auto correct = [&](int i, float with_key) {
+    float rest = __fmaf_rn(-carried, with_key, in.v(0, i));
+#pragma unroll 4
+    for (int j = 0; j < t; ++j) rest = __fmaf_rn(-key_weights[j], stored(j, i), rest);
+    const float own_u = beta * rest;
+    if (!flush) store_record(p.plan.ring_u, p.step.ring_u, in.at_u(0) + i, own_u);
+    partial[value_dim + i] = own_u;
+  };
+  const auto earlier = [&](int i, float with_query) {
+    float o = carried * with_query;
+#pragma unroll 4
+    for (int j = 0; j < t; ++j) o = __fmaf_rn(query_weights[j], stored(j, i), o);
+    partial[i] = o;
+  };
+  if constexpr (kKind == ReadKind::coded) {
+    // A thread takes both products of a row, so that it is decoded once.
+    const float* key = keys + t * at.k_row;
+    for (int i = tid; i < value_dim; i += threads) {
+      const std::byte* codes = shared + at.state + i * at.state_row;
+      const std::byte* scales =
+          l.blocks_down > 0 ? shared + at.scales + i * l.blocks_across : nullptr;
       const float outer =
           l.outer_count > 0
               ? reinterpret_cast<const float*>(packed + l.outer)[d.span == Span::row ? i : 0]
               : 1.0f;
-      for (int n = 0; n < key_dim; n += 4) {
-        float v[4];
-        uint32_t code[4];
-        block_codec::load_four(packed, rule.code_size(), static_cast<size_t>(i) * key_dim + n,
-                               code);
-        for (int e = 0; e < 4; ++e) {
-          v[e] = rule.decode(code[e]);
-          if (l.blocks_down > 0) {
-            const size_t block =
-                static_cast<size_t>(i / l.block_rows) * l.blocks_across + (n + e) / l.block_columns;
-            v[e] = v[e] * decode_block_scale(
-                              d, block_codec::load_small(packed + l.scales + block * l.scale_size,
-                                                         l.scale_size));
-          }
-          if (l.outer_count > 0) v[e] = v[e] * outer;
-        }
-        add(n, make_float4(v[0], v[1], v[2], v[3]));
+      const auto row = [&](auto bits, auto&& value) {
+        return coded_row<decltype(bits)::value>(codes, scales, values + kCodes, l.block_columns,
+                                                outer, key, query, key_dim, value);
+      };
+      const std::byte* table = shared + at.tables;
+      RowProducts sum;
+      if (l.code_size == 4) {
+        sum = row(std::integral_constant<int, 4>(), TableValues<4>{table});
+      } else if (l.code_size == 8) {
+        sum = row(std::integral_constant<int, 8>(), TableValues<8>{table});
+      } else if (block_codec::ShiftedFloat::takes(d)) {
+        const block_codec::ShiftedFloat number(d.number);
+        sum = row(std::integral_constant<int, 16>(),
+                  [&](uint32_t word, int at) { return number(word >> at & 0xFFFFu); });
+      } else {
+        sum = row(std::integral_constant<int, 16>(),
+                  [&](uint32_t word, int at) { return decode_element(d, word >> at & 0xFFFFu); });
       }
+      correct(i, sum.key);
+      earlier(i, sum.query);
     }
-    const auto stored = [&](int j) {
-      return load_record(p.plan.ring_u, shared + at.u, j * value_dim + i);
-    };
-    if (side == 0) {
-      float rest = __fmaf_rn(-carried, sum, in.v(0, i));
-#pragma unroll 4
-      for (int j = 0; j < t; ++j) rest = __fmaf_rn(-key_weights[j], stored(j), rest);
-      const float own_u = beta * rest;
-      if (!flush) store_record(p.plan.ring_u, p.step.ring_u, in.at_u(0) + i, own_u);
-      partial[value_dim + i] = own_u;
-    } else {
-      float o = carried * sum;
-#pragma unroll 4
-      for (int j = 0; j < t; ++j) o = __fmaf_rn(query_weights[j], stored(j), o);
-      partial[i] = o;
+  } else {
+    // Half of the threads read with the key and make u, the others with the query and make what o
+    // has of earlier tokens.
+    const int half = threads / 2, side = tid >= half ? 1 : 0;
+    for (int i = tid - side * half; i < value_dim; i += half) {
+      const float* operand = side == 0 ? keys + t * at.k_row : query;
+      float sum = 0.0f;
+      const auto add = [&](int n, float4 s) { sum = chain(load4(operand + n), s, sum); };
+      if constexpr (kCopied) {
+        const std::byte* state = shared + at.state + i * at.state_row;
+        const float outer =
+            kKind == ReadKind::nvfp4 ? *reinterpret_cast<const float*>(packed + l.outer) : 1.0f;
+        for (int m = 0; m < key_dim; m += 16) {
+          __half2 scale{};
+          if constexpr (kKind == ReadKind::nvfp4) {
+            scale =
+                e4m3_scale(static_cast<uint32_t>(shared[at.scales + i * l.blocks_across + m / 16]));
+          }
+#pragma unroll
+          for (int n = 0; n < 16; n += 4) add(m + n, state_four<kKind>(state, m + n, scale, outer));
+        }
+      } else {
+        const block_codec::DescribedRule rule(d);
+        const float outer =
+            l.outer_count > 0
+                ? reinterpret_cast<const float*>(packed + l.outer)[d.span == Span::row ? i : 0]
+                : 1.0f;
+        for (int n = 0; n < key_dim; n += 4) {
+          float v[4];
+          uint32_t code[4];
+          block_codec::load_four(packed, rule.code_size(), static_cast<size_t>(i) * key_dim + n,
+                                 code);
+          for (int e = 0; e < 4; ++e) {
+            v[e] = rule.decode(code[e]);
+            if (l.blocks_down > 0) {
+              const size_t block = static_cast<size_t>(i / l.block_rows) * l.blocks_across +
+                                   (n + e) / l.block_columns;
+              v[e] = v[e] * decode_block_scale(
+                                d, block_codec::load_small(packed + l.scales + block * l.scale_size,
+                                                           l.scale_size));
+            }
+            if (l.outer_count > 0) v[e] = v[e] * outer;
+          }
+          add(n, make_float4(v[0], v[1], v[2], v[3]));
+        }
+      }
+      if (side == 0) {
+        correct(i, sum);
+      } else {
+        earlier(i, sum);
+      }
     }
   }
   __syncthreads();
@@ -377,6 +483,7 @@ Kernel read_kernel(ReadKind kind) {
   return kind == ReadKind::fp32    ? gdn_read<ReadKind::fp32>
          : kind == ReadKind::fp16  ? gdn_read<ReadKind::fp16>
          : kind == ReadKind::nvfp4 ? gdn_read<ReadKind::nvfp4>
+         : kind == ReadKind::coded ? gdn_read<ReadKind::coded>
                                    : gdn_read<ReadKind::described>;
 }
 
@@ -397,13 +504,18 @@ void check_format(const StateFormat& format) {
 
 ReadKind kind_of(const FormatDescriptor& d, const PackedLayout& l) {
   if (d.element == ElementKind::fp32 && !d.scaled()) return ReadKind::fp32;
-  if (d.element != ElementKind::floating) return ReadKind::described;
-  if (d.number == kFp16 && !d.scaled() && l.state_dim % 8 == 0) return ReadKind::fp16;
-  const bool nvfp4 = d.number == kE2m1 && d.block_scale == BlockScale::floating &&
+  const bool floating = d.element == ElementKind::floating;
+  if (floating && d.number == kFp16 && !d.scaled() && l.state_dim % 8 == 0) return ReadKind::fp16;
+  const bool scales_copied = l.head_dim * l.blocks_across % 16 == 0;
+  const bool nvfp4 = floating && d.number == kE2m1 && d.block_scale == BlockScale::floating &&
                      d.scale_number == kE4m3 && l.block_rows == 1 && l.block_columns == 16 &&
-                     l.outer_count == 1 && l.state_dim % 32 == 0 &&
-                     l.head_dim * l.blocks_across % 16 == 0;
-  return nvfp4 ? ReadKind::nvfp4 : ReadKind::described;
+                     l.outer_count == 1 && l.state_dim % 32 == 0 && scales_copied;
+  if (nvfp4) return ReadKind::nvfp4;
+  const bool blocks = l.blocks_down > 0;
+  const bool coded = l.code_size <= 16 && l.state_dim * l.code_size % 128 == 0 &&
+                     (!blocks || (l.block_rows == 1 && l.block_columns % 16 == 0 &&
+                                  l.scale_size == 1 && scales_copied));
+  return coded ? ReadKind::coded : ReadKind::described;
 }
 
 }  // namespace
@@ -477,11 +589,13 @@ void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
   };
   if ((plan.window > 1 || plan.flush_output == FlushOutput::read) &&
       !gdn_read_nvfp4(layer, plan, rows, states, step, stream)) {
-    const ReadLayout at(layer.value_dim, layer.key_dim, plan.window,
-                        plan.ring_u == RecordType::bf16 ? 2 : 4,
-                        kind == ReadKind::described ? 0 : launch.read_layout.code_size,
-                        kind == ReadKind::nvfp4 ? launch.read_layout.blocks_across : 0);
-    const int threads = 2 * std::clamp((layer.value_dim + 31) / 32 * 32, 32, 256);
+    const ReadLayout at(
+        layer.value_dim, layer.key_dim, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4,
+        kind == ReadKind::described ? 0 : launch.read_layout.code_size,
+        kind == ReadKind::nvfp4 || kind == ReadKind::coded ? launch.read_layout.blocks_across : 0,
+        kind == ReadKind::coded);
+    const int threads =
+        (kind == ReadKind::coded ? 1 : 2) * std::clamp((layer.value_dim + 31) / 32 * 32, 32, 256);
     start(read_kernel(kind), dim3(static_cast<unsigned>(rows.rows * layer.value_heads)), threads,
           static_cast<size_t>(at.end));
   }

@@ -3,6 +3,7 @@
 // Plain FP32 checkpoints have a kernel of their own (mamba2_decode_fp32.cu).
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "kernels/decode_tiles.cuh"
 #include "kernels/mamba2_block.cuh"
@@ -10,6 +11,7 @@
 namespace replayeval {
 namespace {
 
+constexpr int kCodes = 256;      // of block scales that are looked up, and of elements at most
 constexpr int kMostHeads = 512;  // of a call, where a format has scales given in advance
 
 struct DecodeLaunch {
@@ -25,7 +27,7 @@ struct DecodeLaunch {
   PackedLayout read_layout;
   Span read_span;
   BlockScale read_scale;
-  bool nvfp4;  // read checkpoint: blocks of 16 columns, E4M3 scales, an FP32 scale
+  bool coded_scales;  // read checkpoint: no blocks, or scales of a byte for multiples of 16 columns
 };
 
 /// Offsets in floats behind the codec's memory.
@@ -282,7 +284,8 @@ __device__ void flush_head(const DecodeLaunch& p, int row, int head, std::byte* 
 /// Four neighbouring elements of a packed head, before scales, from `index` on, a multiple of 4.
 template <class Base>
 struct LoadRule : Base {
-  __device__ explicit LoadRule(const FormatDescriptor&) {}
+  static constexpr bool kCoded = false;
+  __device__ LoadRule(const FormatDescriptor&, float*) {}
   __device__ float4 load(const std::byte* packed, int index) const {
     uint32_t code[4];
     block_codec::load_four(packed, Base::kCodeSize, static_cast<size_t>(index), code);
@@ -290,9 +293,29 @@ struct LoadRule : Base {
                        this->decode(code[3]));
   }
 };
+/// Codes of 4 or 8 bits, decoded once a block: `tables` holds what they and the codes of block
+/// scales stand for.
+template <int kBits>
+struct CodedLoad {
+  static constexpr bool kCoded = true;
+  const float* values;
+  __device__ CodedLoad(const FormatDescriptor& d, float* tables) : values(tables) {
+    for (int i = threadIdx.x; i < 1 << kBits; i += blockDim.x)
+      tables[i] = decode_element(d, static_cast<uint32_t>(i));
+    if (d.block_scale == BlockScale::none) return;
+    for (int i = threadIdx.x; i < kCodes; i += blockDim.x)
+      tables[kCodes + i] = decode_block_scale(d, static_cast<uint32_t>(i));
+  }
+  __device__ float4 load(const std::byte* packed, int index) const {
+    uint32_t code[4];
+    block_codec::load_four(packed, kBits, static_cast<size_t>(index), code);
+    return make_float4(values[code[0]], values[code[1]], values[code[2]], values[code[3]]);
+  }
+};
 template <>
 struct LoadRule<block_codec::DescribedRule> : block_codec::DescribedRule {
-  __device__ explicit LoadRule(const FormatDescriptor& d) : DescribedRule(d) {}
+  static constexpr bool kCoded = false;
+  __device__ LoadRule(const FormatDescriptor& d, float*) : DescribedRule(d) {}
   __device__ float4 load(const std::byte* packed, int index) const {
     uint32_t code[4];
     block_codec::load_four(packed, size, static_cast<size_t>(index), code);
@@ -300,16 +323,26 @@ struct LoadRule<block_codec::DescribedRule> : block_codec::DescribedRule {
   }
 };
 struct Fp16Load {
-  __device__ explicit Fp16Load(const FormatDescriptor&) {}
+  static constexpr bool kCoded = false;
+  __device__ Fp16Load(const FormatDescriptor&, float*) {}
   __device__ float4 load(const std::byte* packed, int index) const {
     return four_fp16(*reinterpret_cast<const uint2*>(packed + 2 * index));
   }
 };
-struct E2m1Load {
-  __device__ explicit E2m1Load(const FormatDescriptor&) {}
+/// Any other float of 16 bits.
+struct ShiftedLoad : block_codec::ShiftedFloat {
+  static constexpr bool kCoded = false;
+  __device__ ShiftedLoad(const FormatDescriptor& d, float*) : ShiftedFloat(d.number) {}
   __device__ float4 load(const std::byte* packed, int index) const {
-    return four_e2m1(*reinterpret_cast<const uint16_t*>(packed + index / 2));
+    const uint2 codes = *reinterpret_cast<const uint2*>(packed + 2 * index);
+    return make_float4((*this)(codes.x & 0xFFFFu), (*this)(codes.x >> 16),
+                       (*this)(codes.y & 0xFFFFu), (*this)(codes.y >> 16));
   }
+};
+/// Blocks of 16 columns with E4M3 scales below an FP32 scale: decode_read decodes them itself.
+struct Nvfp4Load {
+  static constexpr bool kCoded = false;
+  __device__ Nvfp4Load(const FormatDescriptor&, float*) {}
 };
 
 /// Outputs from a packed read checkpoint: of the rows that do not flush, and of all where a flush
@@ -333,15 +366,17 @@ __global__ void __launch_bounds__(256) decode_read(const __grid_constant__ Decod
   for (size_t i = 16 * threadIdx.x; i < p.read_bytes; i += 16 * blockDim.x) {
     copy_async(packed + i, read + i);
   }
-  block.copy_ring(packed + (p.read_bytes + 15) / 16 * 16);
+  std::byte* behind = packed + (p.read_bytes + 15) / 16 * 16;
+  const FormatDescriptor& d =
+      p.formats[p.plan.read >= 0 ? p.plan.read : p.plan.recurrence].descriptor;
+  float* tables = reinterpret_cast<float*>(behind);
+  const Rule rule(d, tables);
+  block.copy_ring(behind + (Rule::kCoded ? 2 * kCodes * sizeof(float) : 0));
   block.take_inputs(flush);
   wait_for_copies();
   __syncthreads();
   block.read_weights();
-  const FormatDescriptor& d =
-      p.formats[p.plan.read >= 0 ? p.plan.read : p.plan.recurrence].descriptor;
   const PackedLayout& l = p.read_layout;
-  const Rule rule(d);
   const int part = threadIdx.x & 3, groups = blockDim.x >> 2, n16 = state_dim / 16;
   const bool blocks = l.blocks_down > 0, row_span = p.read_span == Span::row;
   const BlockScale kind = p.read_scale;
@@ -350,8 +385,7 @@ __global__ void __launch_bounds__(256) decode_read(const __grid_constant__ Decod
     const int r = min(base + static_cast<int>(threadIdx.x >> 2), head_dim - 1);
     const float outer = l.outer_count > 0 ? outers[row_span ? r : 0] : 1.0f;
     float4 sum = make_float4(0, 0, 0, 0);
-    if (p.nvfp4) {
-      // 16 columns a block with an E4M3 scale below an FP32 scale.
+    if constexpr (std::is_same_v<Rule, Nvfp4Load>) {
       const std::byte* scales = packed + l.scales + r * n16;
 #pragma unroll 4
       for (int m = 0; m < n16; ++m) {
@@ -359,6 +393,23 @@ __global__ void __launch_bounds__(256) decode_read(const __grid_constant__ Decod
         const float4 v =
             four_nvfp4(*reinterpret_cast<const uint16_t*>(packed + (r * state_dim + column) / 2),
                        e4m3_scale(static_cast<uint32_t>(scales[m])), outer);
+        sum = fma4(v, load4(work + at.c + column), sum);
+      }
+    } else if (Rule::kCoded && p.coded_scales) {
+      // Blocks within a row that begin on multiples of 16 columns, or none.
+      const std::byte* scales = packed + l.scales + r * l.blocks_across;
+      float scale = 1.0f;
+      int next = blocks ? 0 : state_dim;
+#pragma unroll 4
+      for (int m = 0; m < n16; ++m) {
+        const int column = 16 * m + 4 * part;
+        if (16 * m == next) {
+          scale = tables[kCodes + static_cast<int>(*scales++)];
+          next += l.block_columns;
+        }
+        float4 v = rule.load(packed, r * state_dim + column);
+        v = make_float4(v.x * scale * outer, v.y * scale * outer, v.z * scale * outer,
+                        v.w * scale * outer);
         sum = fma4(v, load4(work + at.c + column), sum);
       }
     } else {
@@ -417,12 +468,14 @@ bool same_float(const FormatDescriptor& d, const FloatFormat& f) {
 }
 
 template <class Act>
-Kernel read_kernel(const FormatDescriptor& read) {
+Kernel read_kernel(const FormatDescriptor& read, const PackedLayout& l, bool nvfp4) {
   using namespace block_codec;
   if (read.element == ElementKind::fp32) return decode_read<Act, LoadRule<Fp32Rule>>;
-  if (same_float(read, kE2m1)) return decode_read<Act, E2m1Load>;
+  if (nvfp4) return decode_read<Act, Nvfp4Load>;
   if (same_float(read, kFp16)) return decode_read<Act, Fp16Load>;
-  if (same_float(read, kE4m3)) return decode_read<Act, LoadRule<KnownFloatRule<kE4m3>>>;
+  if (l.code_size == 4) return decode_read<Act, CodedLoad<4>>;
+  if (l.code_size == 8) return decode_read<Act, CodedLoad<8>>;
+  if (l.code_size == 16 && ShiftedFloat::takes(read)) return decode_read<Act, ShiftedLoad>;
   return decode_read<Act, LoadRule<DescribedRule>>;
 }
 
@@ -493,9 +546,14 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
   launch.read_layout = packed_layout(read.descriptor, layer.head_dim, layer.state_dim);
   launch.read_span = read.descriptor.span;
   launch.read_scale = read.descriptor.block_scale;
-  launch.nvfp4 = same_float(read.descriptor, kE2m1) && launch.read_scale == BlockScale::floating &&
-                 read.descriptor.scale_number == kE4m3 && launch.read_layout.block_rows == 1 &&
-                 launch.read_layout.block_columns == 16 && launch.read_layout.outer_count == 1;
+  const bool nvfp4 = same_float(read.descriptor, kE2m1) &&
+                     launch.read_scale == BlockScale::floating &&
+                     read.descriptor.scale_number == kE4m3 && launch.read_layout.block_rows == 1 &&
+                     launch.read_layout.block_columns == 16 && launch.read_layout.outer_count == 1;
+  launch.coded_scales =
+      launch.read_layout.blocks_down == 0 ||
+      (launch.read_layout.block_rows == 1 && launch.read_layout.block_columns % 16 == 0 &&
+       launch.read_layout.scale_size == 1);
   launch.plan.read = -1;
   const bool bf16 = step.activation == RecordType::bf16;
   const int threads = std::clamp((2 * layer.head_dim + 31) / 32 * 32, 64, 256);
@@ -524,10 +582,12 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
   std::copy(formats.scales_on_host().begin(), formats.scales_on_host().end(), launch.fixed_scales);
   if ((plan.window > 1 || plan.flush_output == FlushOutput::read) &&
       !mamba2_read_nvfp4(layer, plan, rows, states, step, stream)) {
-    start(bf16 ? read_kernel<__nv_bfloat16>(read.descriptor) : read_kernel<float>(read.descriptor),
+    const PackedLayout& l = launch.read_layout;
+    start(bf16 ? read_kernel<__nv_bfloat16>(read.descriptor, l, nvfp4)
+               : read_kernel<float>(read.descriptor, l, nvfp4),
           all, threads,
           static_cast<size_t>(at.b) * sizeof(float) + (launch.read_bytes + 15) / 16 * 16 +
-              ring_bytes);
+              (l.code_size <= 8 && !nvfp4 ? 2 * kCodes * sizeof(float) : 0) + ring_bytes);
   }
   if (mamba2_flush_rows(layer, plan, rows, states, step, stream)) return;
   const dim3 some(static_cast<unsigned>(layer.heads),

@@ -190,6 +190,33 @@ struct ValuesRule {
   }
 };
 
+/// Values of codes of a signed float of up to 16 bits: a magnitude shifted to where FP32 has its
+/// exponent is 2^(bias - 127) of it, subnormals included.
+struct ShiftedFloat {
+  uint32_t mask, most, infinity;
+  int shift, sign_shift;
+  float scale;
+
+  static __host__ __device__ bool takes(const FormatDescriptor& d) {
+    return d.element == ElementKind::floating && d.number.has_sign && d.number.bias >= 0 &&
+           d.number.bias <= 127;
+  }
+  __device__ explicit ShiftedFloat(const FloatFormat& f)
+      : mask((1u << f.magnitude_bits()) - 1u),
+        most(f.max_code),
+        infinity(f.inf_code),
+        shift(23 - f.mantissa_bits),
+        sign_shift(31 - f.magnitude_bits()),
+        scale(power_of_two(127 - f.bias)) {}
+  __device__ __forceinline__ float operator()(uint32_t code) const {
+    const uint32_t size = code & mask;
+    const float finite = bits_float(size << shift) * scale;
+    const uint32_t special = size == infinity ? 0x7F800000u : 0x7FC00000u;
+    return bits_float((size > most ? special : float_bits(finite)) |
+                      (code << sign_shift & 0x80000000u));
+  }
+};
+
 template <FloatFormat kFormat>
 __device__ inline bool is_known(const FormatDescriptor& d) {
   constexpr FloatFormat f = kFormat;
