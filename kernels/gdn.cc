@@ -417,11 +417,12 @@ class FastWalk {
     return state;
   }
 
-  /// Corrections computed in this call from the same matrix that the flush starts from are those a
-  /// rederivation would compute, operation by operation; it is spared when all of a window's are.
+  /// Corrections computed from the same matrix that the flush starts from, in this call or (as the
+  /// row says) in earlier ones, are those a rederivation would compute, operation by operation; it
+  /// is spared when all of a window's are.
   int fold_first(const ReplaySpan& span) const {
     const bool same = plan_->gdn_fold == GdnFold::rederive && shared() && span.flush &&
-                      order_->new_first == 0 && order_->flush_token &&
+                      (order_->new_first == 0 || row_->corrections_hold) && order_->flush_token &&
                       plan_->ring_u == RecordType::fp32 && plan_->dot == DotType::fp32;
     return same ? order_->read_end : order_->fold_first(span, *plan_);
   }

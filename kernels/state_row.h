@@ -54,6 +54,9 @@ struct StateRow {
   std::span<const HeadPlan> plans;
   const uint8_t* plan_of_head = nullptr;  // [heads]; null: plan 0 for all
   int* pending = nullptr;                 // [plans]
+  // GDN, KDA: the pending records' corrections are of commit calls that read this very checkpoint,
+  // so that GdnFold::rederive of a shared FP32-carried window gives them again. False is safe.
+  bool corrections_hold = false;
   std::byte* recurrence = nullptr;
   size_t recurrence_stride = 0;
   std::byte* read = nullptr;

@@ -54,6 +54,7 @@ void StateStore::restore(int r, ByteReader& reader) {
   Row& row = rows_[static_cast<size_t>(r)];
   row.in_prompt = reader.value<uint8_t>() != 0;
   reader.array_of_equal_size(row.pending);
+  row.corrections_hold = false;  // the bytes do not say
   for (const Memory* memory : {&row.recurrence, &row.read, &row.memory, &row.health}) {
     read_into(reader, *memory);
   }

@@ -306,6 +306,7 @@ void StateStore::copy_prompt(int from, int to) {
     target.pending[target.plan_of_head[h]] = source.pending[plan];
   }
   backend_->copy(target.health.data(), source.health.data(), source.health.bytes());
+  target.corrections_hold = source.corrections_hold;
   target.records = 0;
   target.ring_first = target.conv_first = 0;
   make_room(target, source.records, 0);
@@ -411,6 +412,7 @@ StateRow StateStore::view(Row& row, int64_t position) const {
                                           : row.device_plans;
   view.plan_of_head = row.plan_of_head.data();
   view.pending = row.pending.data();
+  view.corrections_hold = row.corrections_hold;
   view.recurrence = row.recurrence.data();
   view.recurrence_stride = row.recurrence_stride;
   view.read = row.read.data();
@@ -419,6 +421,16 @@ StateRow StateStore::view(Row& row, int64_t position) const {
   view.memory_stride = row.memory_stride;
   view.health = reinterpret_cast<HeadHealth*>(row.health.data());
   return view;
+}
+
+// Drafts' corrections may come from a folded state before it was encoded; those of the next window
+// are as good as ever.
+void StateStore::note_corrections(Row& row, AdvanceMode mode) {
+  if (mode == AdvanceMode::verify) {
+    row.corrections_hold = false;
+  } else if (std::all_of(row.pending.begin(), row.pending.end(), [](int h) { return h == 0; })) {
+    row.corrections_hold = true;
+  }
 }
 
 void StateStore::advance(std::span<const int64_t> positions, std::span<const int> lengths,
@@ -478,6 +490,7 @@ void StateStore::advance(std::span<const int64_t> positions, std::span<const int
         }
       }
       done[r] += steps[r];
+      if (steps[r] > 0) note_corrections(row, mode);
       if (!row.in_prompt || steps[r] == 0) continue;
       const int64_t position = positions[r] + done[r];
       const bool ends = position == row.spec.prompt_tokens;

@@ -153,7 +153,8 @@ class StateStore {
     Memory recurrence, read, memory;
     size_t recurrence_stride = 0, read_stride = 0, memory_stride = 0;
     bool in_prompt = false;
-    Memory health;  // HeadHealth [heads]
+    bool corrections_hold = true;  // StateRow::corrections_hold
+    Memory health;                 // HeadHealth [heads]
     // On a device, what a library encodes stays on the host; the device holds the decoded values in
     // FP32 and works by `device_plans` (empty without such a codec).
     std::vector<HeadPlan> device_plans;
@@ -191,6 +192,7 @@ class StateStore {
   RecordPointers end_of(Row& row) const;
   int taps() const { return shape_.conv_kernel - 1; }
   StateRow view(Row& row, int64_t position) const;
+  static void note_corrections(Row& row, AdvanceMode mode);
   void hand_over(Row& row, int64_t position, bool keep_prompt);
   void hand_over_on_device(Row& row, int64_t position, bool keep_prompt);
   const StateCodec& codec(const Row& row, int head, StateRole role) const;

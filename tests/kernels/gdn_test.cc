@@ -821,6 +821,7 @@ TEST_CASE("gdn: any split, ragged set, row order and number of threads gives the
             const int length = std::min<int>(engine() % (longest + 1), kTokens - split[r].position);
             lengths.push_back(length);
             states.push_back(split[r].state());
+            states.back().corrections_hold = trial % 2 == 0;  // true here; false only costs time
             inputs.push_back(split[r].inputs(length));
           }
           gdn_advance(data[0].layer, states, inputs, AdvanceMode::commit, form);
@@ -839,6 +840,30 @@ TEST_CASE("gdn: any split, ragged set, row order and number of threads gives the
     }
   }
   omp_set_num_threads(threads);
+}
+
+TEST_CASE("gdn: a flush takes corrections that hold as they are, others only with a cached fold") {
+  const Sequence data = random_sequence(make_layer(16, 16, 1, 2), 8, 77);
+  const auto state_after = [&](const HeadPlan& plan, bool hold, float change) {
+    Row row = make_row(data, {plan});
+    for (int t = 0; t < 8; ++t) {
+      if (t == 7) row.u[3] += change;  // of record 0, head 0
+      StateRow state = row.state();
+      state.corrections_hold = hold;
+      const GdnInputs in = row.inputs(1);
+      gdn_advance(data.layer, {&state, 1}, {&in, 1}, AdvanceMode::commit, KernelForm::fast);
+      ++row.position;
+    }
+    return row.recurrence;
+  };
+  for (const char* format : {"fp32", "nvfp4+sr", "fp16/fp32"}) {
+    CAPTURE(format);
+    const HeadPlan plan = make_plan(format, 8);
+    const std::vector<std::byte> right = state_after(plan, false, 0.0f);
+    CHECK(state_after(plan, true, 0.0f) == right);
+    CHECK(state_after(plan, false, 4.0f) == right);
+    CHECK((state_after(plan, true, 4.0f) == right) == plan.read.has_value());
+  }
 }
 
 TEST_CASE("gdn: the recurrence checkpoint does not depend on the read checkpoint with rederive") {

@@ -37,8 +37,10 @@ Hidden feed(const Model& model, StateSet& states, int first, int count, AdvanceM
                        states, mode);
 }
 
-/// Runs to `cut`, saves in two pieces of the caches, and compares what both sets say afterwards.
-void check_continuation(const std::string& name, ComputeType compute, int64_t prompt, int cut) {
+/// Runs to `cut`, saves in two pieces of the caches, and compares what both sets say afterwards. Of
+/// `drafts` tokens verified after that, all but two are committed before saving.
+void check_continuation(const std::string& name, ComputeType compute, int64_t prompt, int cut,
+                        int drafts = 0) {
   CAPTURE(name);
   CAPTURE(cut);
   CAPTURE(prompt);
@@ -48,6 +50,11 @@ void check_continuation(const std::string& name, ComputeType compute, int64_t pr
       ModelOptions{compute, DenseMode::invariant, DtClamp::forward});
   StateSet whole(model, rows(prompt), precision("fp32"), KernelForm::fast);
   feed(model, whole, 0, cut, AdvanceMode::commit);
+  if (drafts > 0) {
+    feed(model, whole, cut, drafts, AdvanceMode::verify);
+    whole.commit(std::vector<int>(static_cast<size_t>(whole.rows()), drafts - 2));
+    cut += drafts - 2;
+  }
   const std::vector<std::byte> state = whole.save();
   StateSet resumed(model, rows(prompt), precision("fp32"), KernelForm::fast);
   feed(model, resumed, 7, 9, AdvanceMode::commit);  // leaves nothing behind
@@ -75,6 +82,9 @@ TEST_CASE("a saved state set continues with the same bits") {
     check_continuation(name, ComputeType::bf16, 0, 37);
     check_continuation(name, ComputeType::fp32, 50, 37);  // inside a prompt
     check_continuation(name, ComputeType::fp32, 30, 37);  // just after it
+    // A fold by the drafts: the corrections of those that stay come from the state before it was
+    // encoded, and are not folded again as they are.
+    check_continuation(name, ComputeType::fp32, 0, 30, 6);
   }
 }
 
