@@ -23,7 +23,7 @@ struct GdnUnitLayout {
   int k_row;  // floats
   // Of a unit, twice. Of a head: records, then the checkpoint's.
   int key, query, key_weights, query_weights, fold_weights, beta, scale, unit;
-  int raw_keys, raw_query, decay, raw_beta, keys, dots, end;
+  int raw_keys, raw_query, decay, keys, dots, end;
 
   __host__ __device__ GdnUnitLayout(int key_dim, int window, int heads, int act_bytes) {
     k_row = key_dim + 4;
@@ -45,7 +45,6 @@ struct GdnUnitLayout {
     raw_keys = take(window * key_dim * act_bytes);
     raw_query = take(key_dim * act_bytes);
     decay = take(4 * window * heads);
-    raw_beta = take(4 * heads);
     keys = take(4 * window * k_row);
     dots = take(8 * window);
     end = at;
@@ -65,7 +64,7 @@ struct GdnUnit {
   __device__ int64_t v_stride() const { return int64_t{p.layer.value_heads} * p.layer.value_dim; }
   __device__ int64_t slot(int j) const { return int64_t{row} * p.window + j; }
 
-  /// Begins to copy raw keys and query, decays and beta.
+  /// Begins to copy raw keys and query and decays.
   template <class Team>
   __device__ void copy_inputs(const GdnUnitLayout& at, std::byte* shared) const {
     const int tid = Team::rank(), threads = Team::size();
@@ -90,10 +89,6 @@ struct GdnUnit {
       copy_word(shared + at.decay + 4 * i,
                 (j == t ? decay : ring_decay + j * p.layer.value_heads) + (i - j * heads));
     }
-    for (int h = tid; h < heads; h += threads) {
-      copy_word(shared + at.raw_beta + 4 * h,
-                p.step.beta + int64_t{row} * p.layer.value_heads + head0 + h);
-    }
   }
 
   /// With `append` the token's k, decay and beta go to the ring. Makes normalised keys and query,
@@ -116,7 +111,7 @@ struct GdnUnit {
     float* query_weights = reinterpret_cast<float*>(unit + at.query_weights);
     float* fold_weights = reinterpret_cast<float*>(unit + at.fold_weights);
     for (int h = tid; h < heads; h += threads) {
-      const float beta = reinterpret_cast<const float*>(shared + at.raw_beta)[h];
+      const float beta = p.step.beta[int64_t{row} * p.layer.value_heads + head0 + h];
       betas[h] = beta;
       if (append) {
         const int64_t to = slot(t) * p.layer.value_heads + head0 + h;
@@ -212,16 +207,6 @@ struct GdnUnit {
   }
   __device__ float rounded_beta(float beta) const {
     return p.beta == RecordType::bf16 ? round_value(DotType::bf16, beta) : beta;
-  }
-  /// Begins to copy the token's v of kRows rows, from `first` on.
-  template <int kRows>
-  __device__ void copy_v(int64_t first, std::byte* to) const {
-    const int lane = threadIdx.x & 31;
-    static_assert(kRows / kEach <= 32);
-    if (lane < kRows / kEach) {
-      copy_async(to + 16 * lane,
-                 static_cast<const Act*>(p.step.v) + row * v_stride() + first + lane * kEach);
-    }
   }
   /// Begins to copy the corrections of the ring's records of kRows rows, from `first` of a record's
   /// on, to [records, kRows].
