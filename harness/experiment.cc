@@ -291,9 +291,9 @@ void read_states(Experiment& e, const Entry& entry) {
     for (StatePrecision& candidate : expanded) {
       const std::string identity = state_identity(candidate, e.baseline);
       if (identity == state_identity(e.baseline, e.baseline)) {
-        reject_at(entry, item,
-                  candidate.name +
-                      ": the baseline's own state; it is computed as the reference anyway");
+        reject_at(
+            entry, item,
+            candidate.name + ": the baseline's own state; it is computed as the reference anyway");
       }
       for (const StatePrecision& other : e.states) {
         if (state_identity(other, e.baseline) == identity) {
@@ -722,8 +722,9 @@ const KeyRule kKeys[] = {
                  "share of the probability that is drawn from; the tasks' unless "
                  "given"),
     DRAW_SETTING(top_k, "integer", "0: draw from all tokens; the tasks' unless given"),
-    {{"slots", "integer", "0", "answers generated side by side; 0: up to 64 as memory allows",
-      "score", false, true},
+    {{"slots", "integer", "0",
+      "answers generated side by side; 0: up to 64 (on a GPU 256) as memory allows", "score", false,
+      true},
      [](Experiment& e, const Entry& entry) { e.slots = read_integer<int>(entry.node, 0, 65536); },
      [](const Experiment& e) { return std::to_string(e.slots); }},
     {{"on_bad_item", "stop | skip", "stop", "what to do when an item cannot be asked", "score",

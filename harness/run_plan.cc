@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <fstream>
 #include <stdexcept>
 #include <thread>
@@ -85,18 +86,19 @@ void use_threads(int threads) {
   set_torch_threads(threads);
 }
 
-ModelOptions model_options(const Experiment& experiment) {
+ModelOptions model_options(const Experiment& experiment, bool dry_run) {
   ModelOptions options;
   options.compute = experiment.compute;
   options.dense = experiment.dense;
   options.dt_clamp = experiment.dt_clamp;
-  options.device = experiment.device;
+  options.device = dry_run ? Device::cpu : experiment.device;
   options.products = experiment.job == "score" ? Products::together : Products::per_row;
   return options;
 }
 
 int64_t available_memory(Device device) {
-  if (device == Device::cuda) return static_cast<int64_t>(cuda_device().free_bytes);
+  if (device == Device::cuda)
+    return cuda_available() ? static_cast<int64_t>(cuda_device().free_bytes) : kUnknownMemory;
   std::ifstream file("/proc/meminfo");
   std::string name;
   int64_t kib = 0;
@@ -150,6 +152,13 @@ RowMemory row_memory(const Experiment& experiment, const ModelSpec& model, int64
   }
   bytes.chunk = int64_t{experiment.chunk_tokens} * (widest + 4 * model.hidden) * 4;
   return bytes;
+}
+
+std::string available_text(int64_t bytes) {
+  if (bytes > kUnknownMemory / 2) return "unknown without a GPU";
+  char text[32];
+  std::snprintf(text, sizeof text, "%10.1f MiB", static_cast<double>(bytes) / (1 << 20));
+  return text;
 }
 
 std::string host_codec_note(const Experiment& experiment) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "datasets/tokenizer.h"
 #include "harness/experiment.h"
@@ -14,12 +15,16 @@ namespace replayeval {
 /// Sets the number of threads of this process; 0: one a core.
 void use_threads(int threads);
 
-/// Bytes of memory that this machine can give now; on a GPU what is free there.
+/// Bytes of memory that this machine can give now; on a GPU what is free there, kUnknownMemory
+/// where there is none (a plan may be made elsewhere).
+constexpr int64_t kUnknownMemory = int64_t{1} << 56;
 int64_t available_memory(Device device);
+/// For the plan that --dry-run prints.
+std::string available_text(int64_t bytes);
 
-/// How an experiment's model runs. Several rows share their products only in job score, whose steps
-/// of one token a row would be slow otherwise.
-ModelOptions model_options(const Experiment& experiment);
+/// How an experiment's model runs; a dry run reads its headers on the host. Several rows share
+/// their products only in job score, whose steps of one token a row would be slow otherwise.
+ModelOptions model_options(const Experiment& experiment, bool dry_run = false);
 
 /// Bytes of a model's weights (mapped), and of what one row holds.
 struct RowMemory {

@@ -25,6 +25,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kWorthSharing = 32;  // tokens
 constexpr int kMostSlots = 64;         // with slots: 0
+constexpr int kMostDeviceSlots = 256;  // likewise on a GPU
 constexpr size_t kBlockItems = 8;      // that a process claims together
 constexpr double kBatchSeconds = 5;    // finished answers wait at most so long to be stored
 constexpr size_t kListed = 8;          // bad items named in one error
@@ -237,8 +238,8 @@ SlotPlan plan_slots(const Experiment& experiment, const ModelSpec& model, const 
   plan.available = available_memory(experiment.device);
   if (experiment.device == Device::cuda) plan.available -= plan.row.weights;
   const int64_t answers = static_cast<int64_t>(asked.items.size()) * asked.repeats * states;
-  const int64_t most =
-      std::min<int64_t>(experiment.slots > 0 ? experiment.slots : kMostSlots, answers);
+  const int usual = experiment.device == Device::cuda ? kMostDeviceSlots : kMostSlots;
+  const int64_t most = std::min<int64_t>(experiment.slots > 0 ? experiment.slots : usual, answers);
   const int64_t budget = plan.available * 9 / 10 - kLogitSliceBytes - 2 * plan.row.chunk;
   const auto left = [&](int64_t slots) {
     return budget - Generator::most_state_rows(static_cast<int>(slots), states) * plan.row.state;
@@ -557,8 +558,10 @@ void print_score_plan(const SlotPlan& plan, const AskedItems& asked, int states)
   std::printf("KV cache an answer   %10.1f MiB at %lld tokens\n", mib(plan.row.cache),
               static_cast<long long>(plan.longest));
   std::printf("states an answer     %10.1f MiB\n", mib(plan.row.state));
-  std::printf("memory available     %10.1f MiB: %d slots, %.1f MiB for KV caches\n",
-              mib(plan.available), plan.slots, mib(plan.cache));
+  std::printf("memory available     %s: %d slots", available_text(plan.available).c_str(),
+              plan.slots);
+  if (plan.available < kUnknownMemory / 2) std::printf(", %.1f MiB for KV caches", mib(plan.cache));
+  std::printf("\n");
 }
 
 }  // namespace
@@ -570,7 +573,7 @@ int run_score(const Experiment& experiment, const RunOptions& options) {
                                      experiment.compute == ComputeType::bf16 ? WeightType::bf16
                                                                              : WeightType::fp32,
                                      options.dry_run ? WeightAccess::headers : WeightAccess::data),
-                    model_options(experiment));
+                    model_options(experiment, options.dry_run));
   if (tokenizer->vocabulary_size() > model.spec().vocabulary) {
     throw std::invalid_argument(experiment.tokenizer.string() +
                                 ": tokenizer: " + std::to_string(tokenizer->vocabulary_size()) +

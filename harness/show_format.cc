@@ -22,9 +22,10 @@
 namespace replayeval {
 namespace {
 
-constexpr int kMatrices = 16;       // of synthetic data a kind
-constexpr int kDraws = 4096;        // of stochastic rounding a point
-constexpr size_t kMostValues = 64;  // printed one by one
+constexpr int kMatrices = 16;                        // of synthetic data a kind
+constexpr int kDraws = 4096;                         // of stochastic rounding a point
+constexpr size_t kMostValues = 64;                   // printed one by one
+constexpr int64_t kMostElements = int64_t{1} << 24;  // of a head's state
 
 struct DataError {
   std::string data;
@@ -159,6 +160,12 @@ std::vector<RunGrowth> measured_growth(const FormatFacts& facts, const std::stri
 FormatFacts gather(const ShowFormatOptions& options) {
   FormatFacts facts;
   facts.format = find_or_load_format(options.format);
+  if (options.shape.elements() > kMostElements) {
+    throw std::invalid_argument("format: --head-dim " + std::to_string(options.shape.head_dim) +
+                                " --state-dim " + std::to_string(options.shape.state_dim) +
+                                ": expected at most " + std::to_string(kMostElements) +
+                                " elements");
+  }
   check_shape(*facts.format, options.shape);
   facts.bits = bits_per_element(*facts.format, options.shape);
   if (facts.format->library == nullptr) facts.element = element_properties(*facts.format);

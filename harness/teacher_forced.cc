@@ -471,8 +471,9 @@ void print_memory(const MemoryPlan& plan, int64_t tokens, int documents) {
   std::printf("KV cache a row       %10.1f MiB\n", mib(plan.cache_per_row));
   std::printf("states a row, up to  %10.1f MiB\n", mib(plan.state_per_row));
   std::printf("chunk a row          %10.1f MiB\n", mib(plan.chunk_per_row));
-  std::printf("memory available     %10.1f MiB: %d rows a wave, %d wave%s\n", mib(plan.available),
-              plan.rows_per_wave, plan.waves, plan.waves == 1 ? "" : "s");
+  std::printf("memory available     %s: %d rows a wave, %d wave%s\n",
+              available_text(plan.available).c_str(), plan.rows_per_wave, plan.waves,
+              plan.waves == 1 ? "" : "s");
   std::printf("disk, at most        %10.1f MiB\n", mib(plan.report_bytes));
 }
 
@@ -521,7 +522,7 @@ int run_teacher_forced(const Experiment& requested, const RunOptions& options) {
                                      experiment.compute == ComputeType::bf16 ? WeightType::bf16
                                                                              : WeightType::fp32,
                                      options.dry_run ? WeightAccess::headers : WeightAccess::data),
-                    model_options(experiment));
+                    model_options(experiment, options.dry_run));
   if (tokenizer->vocabulary_size() > model.spec().vocabulary) {
     throw std::invalid_argument(experiment.tokenizer.string() +
                                 ": tokenizer: " + std::to_string(tokenizer->vocabulary_size()) +

@@ -58,7 +58,7 @@ fs::path find_model(std::string_view model, const fs::path& hub) {
   std::error_code error;
   const fs::path folder = expanded(model);
   if (fs::is_directory(folder, error)) return folder;
-  const std::string place = "model: " + std::string(model) + ": ";
+  const std::string place = std::string(model) + ": ";
   if (fs::exists(folder, error)) {
     throw std::invalid_argument(
         place + "expected a folder with config.json and model.safetensors, got a file");

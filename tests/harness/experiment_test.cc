@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "harness/command_line.h"
+#include "harness/run_plan.h"
+#include "quant/cuda_support.h"
 
 namespace replayeval {
 namespace {
@@ -98,6 +100,20 @@ TEST_CASE("shards that make no sense are refused") {
     CHECK(code(shard) == 2);
   }
   CHECK(code("1/4096") == 0);
+}
+
+TEST_CASE("a dry run for a GPU is made without one, the run itself is not") {
+  if (cuda_available()) return;
+  const Folder folder;
+  const std::string file = folder.write("small.yaml", minimal() + "device: cuda\n");
+  const std::string out = folder / "out";
+  const char* const arguments[] = {"replayeval", "run",       file.c_str(),
+                                   "--out",      out.c_str(), "--dry-run"};
+  CHECK(run_command_line(6, arguments) == 0);
+  CHECK(run_command_line(5, arguments) == 1);
+  CHECK_FALSE(std::filesystem::exists(out));
+  CHECK(available_text(kUnknownMemory) == "unknown without a GPU");
+  CHECK(available_text(3 << 20).find("3.0 MiB") != std::string::npos);
 }
 
 TEST_CASE("a minimal experiment gets the defaults of the table") {

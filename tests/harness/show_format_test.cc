@@ -46,6 +46,13 @@ TEST_CASE("facts of formats known by hand") {
   for (const auto& row : fp32["errors"]) CHECK(row["relative_rms"] == 0.0);
 }
 
+TEST_CASE("a state of too many elements is refused before it is allocated") {
+  ShowFormatOptions options;
+  options.format = "nvfp4";
+  options.shape = {100000, 70000};
+  CHECK_THROWS_AS(format_text(options), std::invalid_argument);
+}
+
 TEST_CASE("stochastic rounding is within 5 standard errors of its rule") {
   // 6 points of each format; chance of a false alarm under 1e-5 in all. Draws are a fixed function
   // of the seed.

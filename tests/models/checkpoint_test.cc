@@ -739,7 +739,7 @@ TEST_CASE("models in the hub cache") {
   const fs::path repository = cache / "models--org--name";
 
   const std::string absent = refusal([&] { (void)find("org/name"); });
-  CHECK(absent == "model: org/name: expected a model folder, or a hub name in the cache (" +
+  CHECK(absent == "org/name: expected a model folder, or a hub name in the cache (" +
                       repository.string() +
                       "), got neither; download it with: hf download org/name --cache-dir " +
                       cache.path().string());
@@ -772,7 +772,7 @@ TEST_CASE("models in the hub cache") {
   // A folder is itself; what can be neither folder nor hub name is told so.
   CHECK(find(cache.path().string()) == cache.path());
   CHECK(contains(refusal([&] { (void)find("/no/such/folder"); }),
-                 "model: /no/such/folder: expected a model folder or a hub name (ORG/NAME), got no "
+                 "/no/such/folder: expected a model folder or a hub name (ORG/NAME), got no "
                  "such folder"));
   for (const char* name :
        {"", "a/b/c", "../x", "org/../name", "org/name@../x", "org/name@", "a b"}) {
