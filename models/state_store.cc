@@ -362,7 +362,8 @@ void StateStore::make_conv_room(Row& row, int tokens) {
   const size_t held = static_cast<size_t>(taps()) * size;
   const size_t from = static_cast<size_t>(row.conv_first) * size;
   if (row.conv_capacity < 2 * taps() + tokens) {
-    const int capacity = tokens == 0 ? std::max(taps(), 1) : 2 * taps() + 3 * kInPlaceTokens;
+    // Few tokens more than needed, so that the same lines are used over and over.
+    const int capacity = tokens == 0 ? std::max(taps(), 1) : 2 * taps() + std::max(tokens, 8);
     Memory larger(*backend_, static_cast<size_t>(capacity) * size);
     if (row.conv.data() != nullptr) backend_->copy(larger.data(), row.conv.data() + from, held);
     row.conv = std::move(larger);
@@ -625,7 +626,8 @@ void StateStore::keep(int r, int tokens, AdvanceMode mode, const RecordPointers&
   const int pending = *std::max_element(row.pending.begin(), row.pending.end());
   const int kept = std::min(total, pending + row.uncommitted);
   if (at.channels == end_of(row).channels) {
-    row.ring_first += total - kept;
+    // An empty ring starts again at the front: its lines are still in a near cache.
+    row.ring_first = kept == 0 ? 0 : row.ring_first + total - kept;
     row.records = kept;
     row.conv_first += tokens - row.uncommitted;
     return;
