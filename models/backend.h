@@ -72,6 +72,12 @@ struct TokenRange {
   int64_t tokens = 0;
 };
 
+/// One of several products of one input; the host's weights and bias (empty: none).
+struct LinearPart {
+  const WeightView* w = nullptr;
+  const std::vector<float>* bias = nullptr;
+};
+
 /// Queries of one row for KvStore::attend.
 struct AttentionQueries {
   int row = 0;
@@ -174,6 +180,10 @@ class Backend {
   virtual void linear(const float* x, int64_t x_stride, const WeightView& w,
                       const std::vector<float>& bias, float* y, std::span<const TokenRange> ranges,
                       bool fp32_result = false) = 0;
+  /// Products of one input side by side, y [m, sum of the parts' rows] contiguous; otherwise as
+  /// above, result rounded.
+  virtual void linear(const float* x, int64_t x_stride, std::span<const LinearPart> parts, float* y,
+                      std::span<const TokenRange> ranges) = 0;
   /// FP32 products in the fixed order for routers: as kernels' `linear`.
   virtual void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                            float* y) = 0;

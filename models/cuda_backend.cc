@@ -198,6 +198,30 @@ class CudaBackend : public Backend {
     const LinearJob job{x, x_stride, nullptr, tokens, w, b, y, w.rows};
     multiply({&job, 1}, fp32_result);
   }
+  void linear(const float* x, int64_t x_stride, std::span<const LinearPart> parts, float* y,
+              std::span<const TokenRange> ranges) override {
+    if (fast_) {
+      library("product", [&] {
+        const c10::InferenceMode guard;
+        const WeightView joined = joined_weight(parts);
+        multiply_ranges(x, x_stride, joined, joined_bias(parts), y, ranges, false);
+      });
+      return;
+    }
+    int64_t width = 0;
+    for (const LinearPart& part : parts) width += part.w->rows;
+    const int64_t tokens = ranges.empty() ? 0 : ranges.back().first + ranges.back().tokens;
+    std::vector<LinearJob> jobs;
+    float* to = y;
+    for (const LinearPart& part : parts) {
+      const float* bias =
+          part.bias->empty() ? nullptr : constant(part.bias->data(), part.bias->size());
+      jobs.push_back({x, x_stride, nullptr, tokens, weight(*part.w), bias, to, width});
+      to += part.w->rows;
+    }
+    linear_cuda(jobs, stream_);
+    if (bf16_) round_to_cuda(WeightType::bf16, y, tokens * width, stream_);
+  }
   void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                    float* y) override {
     linear_cuda(x, m, x_stride, weight(w), nullptr, y, w.rows, stream_);
@@ -343,6 +367,51 @@ class CudaBackend : public Backend {
     return {entry->second.data(), type, host.rows, host.cols, host.cols};
   }
 
+  /// One matrix of the parts' rows, on the device under its first part's data and all rows; the
+  /// view is what multiply_ranges takes for a host's.
+  WeightView joined_weight(std::span<const LinearPart> parts) {
+    WeightView joined = *parts[0].w;
+    joined.rows = 0;
+    for (const LinearPart& part : parts) {
+      joined.rows += part.w->rows;
+      if (part.w->type != parts[0].w->type) joined.type = WeightType::fp32;
+    }
+    joined.stride = joined.cols;
+    const WeightType type = bf16_ ? WeightType::bf16 : joined.type;
+    auto [entry, added] = weights_.try_emplace(Key{joined.data, joined.rows, joined.cols, type});
+    if (!added) return joined;
+    try {
+      entry->second =
+          Memory(*this, static_cast<size_t>(joined.rows * joined.cols * weight_bytes(type)));
+      size_t at = 0;
+      for (const LinearPart& part : parts) {
+        const Memory rows = copied(*part.w, type);
+        copy(entry->second.data() + at, rows.data(), rows.bytes());
+        at += rows.bytes();
+        synchronize();
+      }
+    } catch (...) {
+      weights_.erase(entry);
+      throw;
+    }
+    return joined;
+  }
+
+  /// The parts' biases one after another, zeros for those without; null when none has one.
+  const float* joined_bias(std::span<const LinearPart> parts) {
+    const bool any = std::any_of(parts.begin(), parts.end(),
+                                 [](const LinearPart& part) { return !part.bias->empty(); });
+    if (!any) return nullptr;
+    auto [entry, added] = joined_biases_.try_emplace(parts[0].w->data);
+    std::vector<float>& joined = entry->second;
+    for (const LinearPart& part : parts) {
+      if (!added) break;
+      joined.insert(joined.end(), part.bias->begin(), part.bias->end());
+      if (part.bias->empty()) joined.resize(joined.size() + static_cast<size_t>(part.w->rows));
+    }
+    return joined.data();
+  }
+
   Memory copied(const WeightView& host, WeightType type) {
     const size_t row_bytes = static_cast<size_t>(host.cols * weight_bytes(host.type));
     Memory memory(*this, static_cast<size_t>(host.rows) * row_bytes);
@@ -454,6 +523,7 @@ class CudaBackend : public Backend {
   CudaStream stream_ = nullptr;
   std::unordered_map<const float*, Memory> constants_;
   std::unordered_map<Key, Memory, KeyHash> weights_;
+  std::unordered_map<const void*, std::vector<float>> joined_biases_;  // by the first weight
 };
 
 class CudaGraph : public CapturedWork {

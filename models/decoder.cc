@@ -354,7 +354,7 @@ Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call
   const CudaStream stream = backend.stream();
   const int64_t key_width = int64_t{mixer.key_heads} * mixer.key_dim;
   const int64_t value_width = int64_t{mixer.value_heads} * mixer.value_dim;
-  const Buffer qkv = self.project(mixer.qkv, x, call);
+  const Model::Implementation::Projections projected = self.gdn_inputs(mixer, x, call);
   const Buffer q = self.buffer(rows * key_width), k = self.buffer(rows * key_width),
                v = self.buffer(rows * value_width), narrow = self.buffer(rows * value_width);
   Buffer o = self.buffer(rows * value_width);
@@ -366,8 +366,8 @@ Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call
     ConvDecodeStep step;
     step.rows = count;
     step.position = on_device(positions) + first;
-    step.x = qkv.data() + int64_t{first} * shape.channels;
-    step.x_stride = shape.channels;
+    step.x = projected.at(0) + first * projected.width;
+    step.x_stride = projected.width;
     step.state = reinterpret_cast<float*>(slot.conv.data()) +
                  int64_t{first} * (shape.conv_kernel - 1) * shape.channels;
     step.type = type;
@@ -378,7 +378,7 @@ Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call
         {shape.channels, shape.conv_kernel, self.constant(mixer.conv_weight), nullptr, true}, step,
         stream);
   });
-  const Model::Implementation::GdnScalars scalars = self.gdn_scalars(mixer, x, call);
+  const Model::Implementation::GdnScalars scalars = self.gdn_scalars(mixer, projected, call);
   gdn_decay_cuda(scalars.a.data(), self.constant(mixer.a_exp), rows, mixer.value_heads,
                  scalars.a.data(), stream);
   const GdnLayer layer = Model::Implementation::gdn_layer(mixer, shape.layer);
@@ -407,7 +407,7 @@ Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call
     widen_records_cuda(type, part(narrow, first, value_width, type), count * value_width,
                        o.data() + first * value_width, stream);
   });
-  return self.gdn_output(mixer, o, x, call);
+  return self.gdn_output(mixer, o, projected, call);
 }
 
 Buffer Decoder::Implementation::attend(const AttentionSpec& mixer, Slot& slot, const Call& call,

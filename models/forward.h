@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <span>
 #include <vector>
@@ -72,13 +73,36 @@ struct Model::Implementation {
     return Stopwatch(seconds, waits ? backend.get() : nullptr);
   }
 
-  /// x [m, in] -> [m, out], rounded to the activation type.
-  Buffer project(const LinearSpec& layer, const float* x, const Call& call) const {
+  /// x [m, in] -> [m, out], rounded to the activation type; tokens of x `stride` numbers apart (0:
+  /// contiguous).
+  Buffer project(const LinearSpec& layer, const float* x, const Call& call,
+                 int64_t stride = 0) const {
     const Stopwatch timed = watch(call.times->products);
-    const int64_t m = call.tokens;
-    Buffer y = buffer(m * layer.weight.rows);
-    backend->linear(x, layer.weight.cols, layer.weight, layer.bias, y.data(), call.ranges);
+    Buffer y = buffer(call.tokens * layer.weight.rows);
+    backend->linear(x, stride == 0 ? layer.weight.cols : stride, layer.weight, layer.bias, y.data(),
+                    call.ranges);
     return y;
+  }
+  /// Projections of one input side by side: [m, width], layer i from column first[i] on.
+  struct Projections {
+    Buffer values;
+    int64_t width = 0;
+    std::vector<int64_t> first;
+    float* at(size_t i) const { return values.data() + first[i]; }
+  };
+  Projections project(std::initializer_list<const LinearSpec*> layers, const float* x,
+                      const Call& call) const {
+    const Stopwatch timed = watch(call.times->products);
+    Projections all;
+    std::vector<LinearPart> parts;
+    for (const LinearSpec* layer : layers) {
+      parts.push_back({&layer->weight, &layer->bias});
+      all.first.push_back(all.width);
+      all.width += layer->weight.rows;
+    }
+    all.values = buffer(call.tokens * all.width);
+    backend->linear(x, parts[0].w->cols, parts, all.values.data(), call.ranges);
+    return all;
   }
 
   RmsNorm norm_of(const NormSpec& norm, int64_t group) const {
@@ -125,14 +149,17 @@ struct Model::Implementation {
 
   Buffer gdn(const GdnSpec& mixer, StateStore& store, const Call& call, const float* x,
              const StateSet& states, double* decay_sum) const;
+  /// Projections 0: q, k, v; 1: the gate z; 2: b; 3: a.
+  Projections gdn_inputs(const GdnSpec& mixer, const float* x, const Call& call) const;
   /// beta and softplus(a + bias) [tokens, value_heads].
   struct GdnScalars {
     Buffer b, a;
   };
-  GdnScalars gdn_scalars(const GdnSpec& mixer, const float* x, const Call& call) const;
+  GdnScalars gdn_scalars(const GdnSpec& mixer, const Projections& inputs, const Call& call) const;
   static GdnLayer gdn_layer(const GdnSpec& mixer, int layer);
   /// As mamba2_output, for o [tokens, value_heads value_dim].
-  Buffer gdn_output(const GdnSpec& mixer, Buffer& o, const float* x, const Call& call) const;
+  Buffer gdn_output(const GdnSpec& mixer, Buffer& o, const Projections& inputs,
+                    const Call& call) const;
 
   const RotaryTable& rotary(const AttentionSpec& mixer, const Call& call, size_t row) const;
   Buffer attend(const AttentionSpec& mixer, KvStore& cache, const Call& call, const float* x) const;

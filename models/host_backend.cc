@@ -111,6 +111,29 @@ class HostBackend : public Backend {
       if (!fp32_result) round_to(activation(), to, range.tokens * w.rows);
     }
   }
+  void linear(const float* x, int64_t x_stride, std::span<const LinearPart> parts, float* y,
+              std::span<const TokenRange> ranges) override {
+    int64_t width = 0;
+    for (const LinearPart& part : parts) width += part.w->rows;
+    for (const TokenRange& range : ranges) {
+      const float* from = x + range.first * x_stride;
+      float* to = y + range.first * width;
+      std::vector<LinearJob> jobs;
+      for (const LinearPart& part : parts) {
+        jobs.push_back(
+            {from, x_stride, nullptr, range.tokens, *part.w, constant(*part.bias), to, width});
+        to += part.w->rows;
+      }
+      if (fast_) {
+        for (const LinearJob& job : jobs) {
+          torch_linear(job.x, job.m, job.x_stride, job.w, job.bias, job.y, job.y_stride, bf16_);
+        }
+      } else {
+        replayeval::linear(jobs);
+      }
+      round_to(activation(), y + range.first * width, range.tokens * width);
+    }
+  }
   void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                    float* y) override {
     replayeval::linear(x, m, x_stride, w, nullptr, y, w.rows);

@@ -211,14 +211,20 @@ Buffer Model::Implementation::mamba2(const Mamba2Spec& mixer, StateStore& store,
   return mamba2_output(mixer, y, projected, call);
 }
 
-Model::Implementation::GdnScalars Model::Implementation::gdn_scalars(const GdnSpec& mixer,
+Model::Implementation::Projections Model::Implementation::gdn_inputs(const GdnSpec& mixer,
                                                                      const float* x,
                                                                      const Call& call) const {
+  return project({&mixer.qkv, &mixer.z, &mixer.b, &mixer.a}, x, call);
+}
+
+Model::Implementation::GdnScalars Model::Implementation::gdn_scalars(const GdnSpec& mixer,
+                                                                     const Projections& inputs,
+                                                                     const Call& call) const {
   const int64_t heads = mixer.value_heads;
-  GdnScalars scalars{project(mixer.b, x, call), project(mixer.a, x, call)};
-  backend->activate(Activation::sigmoid, scalars.b.data(), heads, nullptr, scalars.b.data(), heads,
-                    call.tokens, heads, WeightType::fp32);
-  backend->activate(Activation::softplus, scalars.a.data(), heads, constant(mixer.dt_bias),
+  GdnScalars scalars{buffer(call.tokens * heads), buffer(call.tokens * heads)};
+  backend->activate(Activation::sigmoid, inputs.at(2), inputs.width, nullptr, scalars.b.data(),
+                    heads, call.tokens, heads, WeightType::fp32);
+  backend->activate(Activation::softplus, inputs.at(3), inputs.width, constant(mixer.dt_bias),
                     scalars.a.data(), heads, call.tokens, heads, WeightType::fp32);
   return scalars;
 }
@@ -233,14 +239,13 @@ GdnLayer Model::Implementation::gdn_layer(const GdnSpec& mixer, int layer) {
   return plan;
 }
 
-Buffer Model::Implementation::gdn_output(const GdnSpec& mixer, Buffer& o, const float* x,
+Buffer Model::Implementation::gdn_output(const GdnSpec& mixer, Buffer& o, const Projections& inputs,
                                          const Call& call) const {
   const int64_t value_width = int64_t{mixer.value_heads} * mixer.value_dim;
   backend->round_to(activation, o.data(), call.tokens * value_width);
-  Buffer z = project(mixer.z, x, call);
   RmsNorm norm = norm_of(mixer.norm, mixer.value_dim);
   norm.gate = GateOrder::norm_first;
-  backend->rms_norm(norm, o.data(), value_width, z.data(), value_width, o.data(), value_width,
+  backend->rms_norm(norm, o.data(), value_width, inputs.at(1), inputs.width, o.data(), value_width,
                     call.tokens, value_width);
   return project(mixer.out_proj, o.data(), call);
 }
@@ -252,13 +257,11 @@ Buffer Model::Implementation::gdn(const GdnSpec& mixer, StateStore& store, const
   const int64_t channels = 2 * key_width + value_width;
   const int64_t heads = mixer.value_heads;
   const Records records(*backend, store, call);
-  {
-    Buffer qkv = project(mixer.qkv, x, call);
-    records.take_inputs(qkv.data(), channels, 0);
-  }
+  const Projections projected = gdn_inputs(mixer, x, call);
+  records.take_inputs(projected.at(0), projected.width, 0);
   convolve(store, call, mixer.conv_weight, {}, records.rows(), states);
 
-  const GdnScalars scalars = gdn_scalars(mixer, x, call);
+  const GdnScalars scalars = gdn_scalars(mixer, projected, call);
   for (size_t r = 0; r < call.first.size(); ++r) {
     const int64_t token = call.first[r] * heads;
     backend->gdn_scalars(scalars.a.data() + token, scalars.b.data() + token, constant(mixer.a_exp),
@@ -304,7 +307,7 @@ Buffer Model::Implementation::gdn(const GdnSpec& mixer, StateStore& store, const
   }
   records.keep();
 
-  return gdn_output(mixer, o, x, call);
+  return gdn_output(mixer, o, projected, call);
 }
 
 // Rows at the same position, and all layers of a call, share a table.
@@ -403,16 +406,16 @@ Buffer Model::Implementation::attend(const AttentionSpec& mixer, KvStore& cache,
 Buffer Model::Implementation::mlp(const MlpSpec& mixer, const float* x, const Call& call) const {
   const int64_t m = call.tokens;
   const int64_t width = mixer.up.weight.rows;
-  Buffer up = project(mixer.up, x, call);
+  const Projections in =
+      mixer.gate ? project({&mixer.up, &*mixer.gate}, x, call) : project({&mixer.up}, x, call);
+  float* up = in.at(0);
   if (mixer.gate) {
-    Buffer gate = project(*mixer.gate, x, call);
-    backend->activate_multiply(mixer.activation, gate.data(), width, mixer.gate_multiplier,
-                               up.data(), width, up.data(), width, m, width, activation);
+    backend->activate_multiply(mixer.activation, in.at(1), in.width, mixer.gate_multiplier, up,
+                               in.width, up, in.width, m, width, activation);
   } else {
-    backend->activate(mixer.activation, up.data(), width, nullptr, up.data(), width, m, width,
-                      activation);
+    backend->activate(mixer.activation, up, in.width, nullptr, up, in.width, m, width, activation);
   }
-  Buffer y = project(mixer.down, up.data(), call);
+  Buffer y = project(mixer.down, up, call, in.width);
   if (mixer.down_multiplier != 1.0f) {
     backend->scale(y.data(), mixer.down.weight.rows, mixer.down_multiplier, nullptr, m,
                    mixer.down.weight.rows, activation);
