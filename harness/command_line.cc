@@ -450,7 +450,8 @@ int parse_and_run(int argc, const char* const* argv) {
       bench_app->add_subcommand("checkpoint", "write a checkpoint with random weights");
   random_app
       ->add_option("name", random_name,
-                   "bench-gdn-4b, bench-mamba2-4b, bench-gdn-tiny or bench-mamba2-tiny")
+                   "bench-gdn-4b, bench-mamba2-4b, bench-gdn-200m, bench-gdn-tiny or "
+                   "bench-mamba2-tiny")
       ->required();
   random_app
       ->add_option("folder", random_folder, "where to write config.json and model.safetensors")

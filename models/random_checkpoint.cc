@@ -158,6 +158,8 @@ RandomModel mamba2_model(const Mamba2ModelSizes& s) {
 
 RandomModel random_model(const std::string& name) {
   if (name == "bench-gdn-4b") return gdn_model({2560, 9216, 32, 16, 4, 256, 16, 32, 128, 248320});
+  // 0.2 billion weights, the vocabulary of the small models that ship: beyond a processor's caches.
+  if (name == "bench-gdn-200m") return gdn_model({1024, 2816, 12, 8, 2, 128, 8, 16, 128, 4096});
   if (name == "bench-gdn-tiny") return gdn_model({64, 96, 4, 4, 2, 16, 2, 4, 16, 4096});
   // 42 blocks: 21 Mamba-2, 17 MLP, 4 attention.
   if (name == "bench-mamba2-4b")
@@ -239,7 +241,8 @@ void fill_tensor(const RandomTensor& tensor, Random& random, SafetensorsWriter& 
 }  // namespace
 
 std::vector<std::string> random_checkpoint_names() {
-  return {"bench-gdn-4b", "bench-mamba2-4b", "bench-gdn-tiny", "bench-mamba2-tiny"};
+  return {"bench-gdn-4b", "bench-mamba2-4b", "bench-gdn-200m", "bench-gdn-tiny",
+          "bench-mamba2-tiny"};
 }
 
 void write_random_checkpoint(const std::string& name, const std::filesystem::path& folder,
