@@ -1,8 +1,9 @@
 #include "models/decoder.h"
 
 #include <algorithm>
-#include <bit>
+#include <array>
 #include <stdexcept>
+#include <utility>
 
 #include "kernels/decode_cuda.h"
 #include "kernels/decode_inputs_cuda.h"
@@ -26,6 +27,12 @@ WeightType weight_type(RecordType type) {
 }
 
 std::byte* at(const Memory& memory, size_t bytes) { return memory.data() + bytes; }
+
+/// Row `row` of an array [rows, columns] of records; FP32 arrays have room for either type.
+std::byte* part(const Buffer& array, int64_t row, int64_t columns, RecordType type) {
+  return reinterpret_cast<std::byte*>(array.data()) +
+         static_cast<size_t>(row * columns) * record_bytes(type);
+}
 
 /// Rows of one state precision, one after another.
 struct Band {
@@ -122,13 +129,19 @@ struct Decoder::Implementation {
   }
 
   void queue_step(int64_t most_positions);
+  /// One token of every row through a layer's convolution into arrays of records.
+  void convolve(Slot& slot, const float* x, int64_t x_stride, const std::vector<float>& weight,
+                const std::vector<float>& bias,
+                const std::array<std::pair<const Buffer*, int64_t>, 3>& parts);
+  /// Records of the bands that keep BF16 to FP32; the other bands' rows are there already.
+  void widen(const Buffer& records, Buffer& values, int64_t columns);
   Buffer mamba2(const Mamba2Spec& mixer, Slot& slot, const Call& call, const float* x);
   Buffer gdn(const GdnSpec& mixer, Slot& slot, const Call& call, const float* x);
   Buffer attend(const AttentionSpec& mixer, Slot& slot, const Call& call, const float* x,
                 int64_t most_positions);
   DecodeStates states_of(const BandStates& states, int heads) const;
-  int64_t pages_for(int64_t positions_) const { return (positions_ + page - 1) / page; }
-  void take_pages(int row, int64_t positions_);
+  int64_t pages_for(int64_t reach) const { return (reach + page - 1) / page; }
+  void take_pages(int row, int64_t reach);
   void check_row(int row) const;
   void admit(int row, const StateSet& from, int from_row);
 };
@@ -289,6 +302,37 @@ DecodeStates Decoder::Implementation::states_of(const BandStates& states, int he
   return view;
 }
 
+void Decoder::Implementation::convolve(
+    Slot& slot, const float* x, int64_t x_stride, const std::vector<float>& weight,
+    const std::vector<float>& bias, const std::array<std::pair<const Buffer*, int64_t>, 3>& parts) {
+  const StateStore::Shape& shape = *slot.shape;
+  const CausalConv conv{shape.channels, shape.conv_kernel, self.constant(weight),
+                        self.constant(bias), true};
+  for_runs([&](int first, int count, RecordType type) {
+    ConvDecodeStep step;
+    step.rows = count;
+    step.position = on_device(positions) + first;
+    step.x = x + first * x_stride;
+    step.x_stride = x_stride;
+    step.state = reinterpret_cast<float*>(slot.conv.data()) +
+                 int64_t{first} * (shape.conv_kernel - 1) * shape.channels;
+    step.type = type;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const auto& [array, columns] = parts[i];
+      step.parts[i] = {part(*array, first, columns, type), static_cast<int>(columns)};
+    }
+    conv_decode_cuda(conv, step, backend.stream());
+  });
+}
+
+void Decoder::Implementation::widen(const Buffer& records, Buffer& values, int64_t columns) {
+  for_runs([&](int first, int count, RecordType type) {
+    if (type == RecordType::fp32) return;
+    widen_records_cuda(type, part(records, first, columns, type), count * columns,
+                       values.data() + first * columns, backend.stream());
+  });
+}
+
 Buffer Decoder::Implementation::mamba2(const Mamba2Spec& mixer, Slot& slot, const Call& call,
                                        const float* x) {
   const StateStore::Shape& shape = *slot.shape;
@@ -297,31 +341,12 @@ Buffer Decoder::Implementation::mamba2(const Mamba2Spec& mixer, Slot& slot, cons
   const int64_t group_width = int64_t{mixer.groups} * mixer.state_dim;
   const int64_t width = mixer.in_proj.weight.rows;
   const Buffer projected = self.mamba2_inputs(mixer, x, call);
-  // FP32 arrays have room for either type of record.
   const Buffer xs = self.buffer(rows * inner), bs = self.buffer(rows * group_width),
                cs = self.buffer(rows * group_width), dt = self.buffer(int64_t{rows} * mixer.heads),
                narrow = self.buffer(rows * inner);
   Buffer y = self.buffer(rows * inner);
-  const auto part = [](const Buffer& array, int64_t row, int64_t columns, RecordType type) {
-    return reinterpret_cast<std::byte*>(array.data()) +
-           static_cast<size_t>(row * columns) * record_bytes(type);
-  };
-  for_runs([&](int first, int count, RecordType type) {
-    ConvDecodeStep step;
-    step.rows = count;
-    step.position = on_device(positions) + first;
-    step.x = projected.data() + first * width + inner;
-    step.x_stride = width;
-    step.state = reinterpret_cast<float*>(slot.conv.data()) +
-                 int64_t{first} * (shape.conv_kernel - 1) * shape.channels;
-    step.type = type;
-    step.parts[0] = {part(xs, first, inner, type), static_cast<int>(inner)};
-    step.parts[1] = {part(bs, first, group_width, type), static_cast<int>(group_width)};
-    step.parts[2] = {part(cs, first, group_width, type), static_cast<int>(group_width)};
-    conv_decode_cuda({shape.channels, shape.conv_kernel, self.constant(mixer.conv_weight),
-                      self.constant(mixer.conv_bias), true},
-                     step, stream);
-  });
+  convolve(slot, projected.data() + inner, width, mixer.conv_weight, mixer.conv_bias,
+           {{{&xs, inner}, {&bs, group_width}, {&cs, group_width}}});
   self.mamba2_steps(mixer, projected.data() + inner + shape.channels, width, dt.data(), rows);
   const Mamba2Layer layer = self.mamba2_layer(mixer, shape.layer);
   for (size_t b = 0; b < bands.size(); ++b) {
@@ -340,11 +365,7 @@ Buffer Decoder::Implementation::mamba2(const Mamba2Spec& mixer, Slot& slot, cons
     mamba2_decode_cuda(layer, band.plan, band_rows(band), states_of(states, mixer.heads), step,
                        stream);
   }
-  for_runs([&](int first, int count, RecordType type) {
-    if (type == RecordType::fp32) return;
-    widen_records_cuda(type, part(narrow, first, inner, type), count * inner,
-                       y.data() + first * inner, stream);
-  });
+  widen(narrow, y, inner);
   return self.mamba2_output(mixer, y, projected, call);
 }
 
@@ -358,26 +379,8 @@ Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call
   const Buffer q = self.buffer(rows * key_width), k = self.buffer(rows * key_width),
                v = self.buffer(rows * value_width), narrow = self.buffer(rows * value_width);
   Buffer o = self.buffer(rows * value_width);
-  const auto part = [](const Buffer& array, int64_t row, int64_t columns, RecordType type) {
-    return reinterpret_cast<std::byte*>(array.data()) +
-           static_cast<size_t>(row * columns) * record_bytes(type);
-  };
-  for_runs([&](int first, int count, RecordType type) {
-    ConvDecodeStep step;
-    step.rows = count;
-    step.position = on_device(positions) + first;
-    step.x = projected.at(0) + first * projected.width;
-    step.x_stride = projected.width;
-    step.state = reinterpret_cast<float*>(slot.conv.data()) +
-                 int64_t{first} * (shape.conv_kernel - 1) * shape.channels;
-    step.type = type;
-    step.parts[0] = {part(q, first, key_width, type), static_cast<int>(key_width)};
-    step.parts[1] = {part(k, first, key_width, type), static_cast<int>(key_width)};
-    step.parts[2] = {part(v, first, value_width, type), static_cast<int>(value_width)};
-    conv_decode_cuda(
-        {shape.channels, shape.conv_kernel, self.constant(mixer.conv_weight), nullptr, true}, step,
-        stream);
-  });
+  convolve(slot, projected.at(0), projected.width, mixer.conv_weight, {},
+           {{{&q, key_width}, {&k, key_width}, {&v, value_width}}});
   const Model::Implementation::GdnScalars scalars = self.gdn_scalars(mixer, projected, call);
   gdn_decay_cuda(scalars.a.data(), self.constant(mixer.a_exp), rows, mixer.value_heads,
                  scalars.a.data(), stream);
@@ -402,11 +405,7 @@ Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call
     gdn_decode_cuda(layer, band.plan, band_rows(band), states_of(states, mixer.value_heads), step,
                     stream);
   }
-  for_runs([&](int first, int count, RecordType type) {
-    if (type == RecordType::fp32) return;
-    widen_records_cuda(type, part(narrow, first, value_width, type), count * value_width,
-                       o.data() + first * value_width, stream);
-  });
+  widen(narrow, o, value_width);
   return self.gdn_output(mixer, o, projected, call);
 }
 
@@ -471,10 +470,10 @@ void Decoder::Implementation::check_row(int row) const {
   }
 }
 
-// The row's pages reach `positions_` positions from now on.
-void Decoder::Implementation::take_pages(int row, int64_t positions_) {
+// The row's pages hold `reach` positions from now on.
+void Decoder::Implementation::take_pages(int row, int64_t reach) {
   int& held = row_pages[static_cast<size_t>(row)];
-  const int64_t wanted = pages_for(positions_);
+  const int64_t wanted = pages_for(reach);
   if (wanted <= held) return;
   const size_t first = static_cast<size_t>(row) * static_cast<size_t>(table_stride);
   for (; held < wanted; ++held) {
