@@ -78,6 +78,17 @@ struct LinearPart {
   const std::vector<float>* bias = nullptr;
 };
 
+/// Slots offsets[e] .. offsets[e + 1] - 1 through expert e: y [slots, out] = x W_e^T + b_e, whose
+/// shapes are equal. `rows` (the backend's; null: s) is the row of x that slot s takes.
+struct ExpertProducts {
+  const float* x = nullptr;
+  int64_t x_stride = 0;
+  const int32_t* rows = nullptr;
+  std::span<const int32_t> offsets;  // [experts + 1], the host's
+  std::vector<LinearPart> experts;
+  float* y = nullptr;
+};
+
 /// Queries of one row for KvStore::attend.
 struct AttentionQueries {
   int row = 0;
@@ -187,9 +198,8 @@ class Backend {
   /// FP32 products in the fixed order for routers: as kernels' `linear`.
   virtual void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                            float* y) = 0;
-  /// Independent products, rounded likewise; x_rows are the backend's, `w` and bias as in
-  /// kernels/dense.h but the host's.
-  virtual void linear(std::span<const LinearJob> jobs) = 0;
+  /// All of these, rounded likewise.
+  virtual void linear(std::span<const ExpertProducts> products) = 0;
 
   // Elementwise work, as in kernels/elementwise.h with the backend's arrays.
   virtual void rms_norm(const RmsNorm& norm, const float* x, int64_t x_stride, const float* gate,
@@ -253,6 +263,10 @@ std::unique_ptr<Backend> make_host_backend(bool fast, bool bf16);
 /// Operations a second of the library's product of two BF16 (or FP32) matrices of 8192 x 8192 on
 /// the current GPU, FP32 result. Throws std::runtime_error without a usable GPU.
 double device_matrix_rate(bool bf16);
+/// One product for each expert that has slots; `bias` gives the backend's copy of a host vector.
+std::vector<LinearJob> expert_jobs(
+    std::span<const ExpertProducts> products,
+    const std::function<const float*(const std::vector<float>&)>& bias);
 
 /// The current GPU. `fast`: cuBLAS and fused attention; otherwise the fixed order of the host's
 /// kernels, bit for bit. Throws std::runtime_error without a usable GPU.

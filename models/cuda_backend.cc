@@ -7,6 +7,7 @@
 #include <ATen/ops/_cudnn_attention_forward.h>
 #include <ATen/ops/_efficient_attention_forward.h>
 #include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/_grouped_mm.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -226,7 +227,20 @@ class CudaBackend : public Backend {
                    float* y) override {
     linear_cuda(x, m, x_stride, weight(w), nullptr, y, w.rows, stream_);
   }
-  void linear(std::span<const LinearJob> jobs) override { multiply(jobs, false); }
+  void linear(std::span<const ExpertProducts> products) override {
+    for (const ExpertProducts& p : products) {
+      if (p.offsets.back() == 0) continue;
+      if (can_group(p)) {
+        library("product of experts", [&] {
+          const c10::InferenceMode guard;
+          multiply_experts(p);
+        });
+      } else {
+        multiply(expert_jobs({&p, 1}, [](const std::vector<float>& bias) { return bias.data(); }),
+                 false);
+      }
+    }
+  }
 
   void rms_norm(const RmsNorm& norm, const float* x, int64_t x_stride, const float* gate,
                 int64_t gate_stride, float* y, int64_t y_stride, int64_t rows,
@@ -435,6 +449,39 @@ class CudaBackend : public Backend {
               view(memory.data(), {host.rows, host.cols}, {host.cols, 1}, scalar_type(host.type)));
     });
     return converted;
+  }
+
+  /// The library's grouped product takes BF16 rows of whole 16 bytes, without a bias.
+  bool can_group(const ExpertProducts& p) const {
+    const WeightView& first = *p.experts[0].w;
+    return fast_ && bf16_ && first.rows % 8 == 0 && first.cols % 8 == 0 &&
+           std::all_of(p.experts.begin(), p.experts.end(), [&](const LinearPart& part) {
+             return part.bias->empty() && part.w->rows == first.rows && part.w->cols == first.cols;
+           });
+  }
+
+  /// All experts in one product of groups of rows.
+  void multiply_experts(const ExpertProducts& p) {
+    const int64_t in = p.experts[0].w->cols, out = p.experts[0].w->rows;
+    const int64_t experts = static_cast<int64_t>(p.experts.size()), slots = p.offsets.back();
+    const WeightView w = weight(joined_weight(p.experts), WeightType::bf16);
+    at::Tensor narrow = at::empty({slots, in}, device_options(at::kBFloat16));
+    Buffer gathered;
+    const float* x = p.x;
+    int64_t x_stride = p.x_stride;
+    if (p.rows != nullptr) {
+      gathered = Buffer(*this, slots * in);
+      widen_rows_cuda({p.x, WeightType::fp32, 0, in, p.x_stride}, p.rows, slots, gathered.data(),
+                      stream_);
+      x = gathered.data();
+      x_stride = in;
+    }
+    narrow_cuda(x, x_stride, slots, in, WeightType::bf16, narrow.data_ptr(), stream_);
+    at::Tensor ends = at::empty({experts}, device_options(at::kInt));
+    upload(ends.data_ptr(), p.offsets.data() + 1, static_cast<size_t>(experts) * sizeof(int32_t));
+    const at::Tensor weights = view(w.data, {experts, in, out}, {in * out, 1, in}, at::kBFloat16);
+    view(p.y, {slots, out}, {out, 1}, at::kFloat)
+        .copy_(at::_grouped_mm(narrow, weights, ends, {}, at::kBFloat16));
   }
 
   /// Products of host weights with device arrays.

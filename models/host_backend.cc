@@ -138,13 +138,12 @@ class HostBackend : public Backend {
                    float* y) override {
     replayeval::linear(x, m, x_stride, w, nullptr, y, w.rows);
   }
-  void linear(std::span<const LinearJob> jobs) override {
+  void linear(std::span<const ExpertProducts> products) override {
+    const std::vector<LinearJob> jobs =
+        expert_jobs(products, [&](const std::vector<float>& bias) { return constant(bias); });
     replayeval::linear(jobs);
     if (!bf16_) return;
-    for (const LinearJob& job : jobs) {
-      for (int64_t i = 0; i < job.m; ++i)
-        round_to(activation(), job.y + i * job.y_stride, job.w.rows);
-    }
+    for (const LinearJob& job : jobs) round_to(activation(), job.y, job.m * job.w.rows);
   }
 
   void rms_norm(const RmsNorm& norm, const float* x, int64_t x_stride, const float* gate,
@@ -250,6 +249,28 @@ class HostBackend : public Backend {
 };
 
 }  // namespace
+
+std::vector<LinearJob> expert_jobs(
+    std::span<const ExpertProducts> products,
+    const std::function<const float*(const std::vector<float>&)>& bias) {
+  std::vector<LinearJob> jobs;
+  for (const ExpertProducts& p : products) {
+    for (size_t e = 0; e < p.experts.size(); ++e) {
+      const int64_t first = p.offsets[e], count = p.offsets[e + 1] - first;
+      if (count == 0) continue;
+      const WeightView& w = *p.experts[e].w;
+      LinearJob job{p.x, p.x_stride, nullptr, count, w, nullptr, p.y + first * w.rows, w.rows};
+      if (p.rows != nullptr) {
+        job.x_rows = p.rows + first;
+      } else {
+        job.x += first * p.x_stride;
+      }
+      if (!p.experts[e].bias->empty()) job.bias = bias(*p.experts[e].bias);
+      jobs.push_back(job);
+    }
+  }
+  return jobs;
+}
 
 std::unique_ptr<CapturedWork> Backend::capture(const std::function<void()>&, const CapturedWork*) {
   throw std::logic_error("backend: work on the host cannot be captured");

@@ -526,33 +526,26 @@ void Model::Implementation::experts(const MoeSpec& mixer, const float* logits, c
   Buffer up = buffer(slots * up_width);
   Buffer gate = buffer(mixer.experts.front().gate ? slots * up_width : 0);
   Buffer down = buffer(slots * out_width);
-  std::vector<LinearJob> first_jobs, second_jobs;
-  auto job = [&](const LinearSpec& layer, const float* source, int64_t stride,
-                 const int32_t* job_rows, size_t e, float* to, int64_t width) {
-    const int32_t offset = groups.offsets[e];
-    return LinearJob{source,
-                     stride,
-                     job_rows,
-                     groups.offsets[e + 1] - offset,
-                     layer.weight,
-                     layer.bias.empty() ? nullptr : layer.bias.data(),
-                     to + offset * width,
-                     width};
+  const auto products = [&](const float* source, int64_t stride, const int32_t* chosen, float* to,
+                            auto layer) {
+    ExpertProducts p{source, stride, chosen, groups.offsets, {}, to};
+    for (const MlpSpec& expert : mixer.experts) {
+      const LinearSpec& linear = layer(expert);
+      p.experts.push_back({&linear.weight, &linear.bias});
+    }
+    return p;
   };
   input += range.first * in_width;
-  for (size_t e = 0; e < mixer.experts.size(); ++e) {
-    if (groups.offsets[e] == groups.offsets[e + 1]) continue;
-    const int32_t* chosen = rows + groups.offsets[e];
-    const MlpSpec& expert = mixer.experts[e];
-    first_jobs.push_back(job(expert.up, input, in_width, chosen, e, up.data(), up_width));
-    if (expert.gate)
-      first_jobs.push_back(job(*expert.gate, input, in_width, chosen, e, gate.data(), up_width));
-    second_jobs.push_back(job(expert.down, up.data() + groups.offsets[e] * up_width, up_width,
-                              nullptr, e, down.data(), out_width));
+  std::vector<ExpertProducts> first;
+  first.push_back(products(input, in_width, rows, up.data(),
+                           [](const MlpSpec& e) -> const LinearSpec& { return e.up; }));
+  if (mixer.experts.front().gate) {
+    first.push_back(products(input, in_width, rows, gate.data(),
+                             [](const MlpSpec& e) -> const LinearSpec& { return *e.gate; }));
   }
   {
     const Stopwatch timed = watch(call.times->products);
-    backend->linear(first_jobs);
+    backend->linear(first);
   }
   const MlpSpec& form = mixer.experts.front();
   if (form.gate) {
@@ -565,7 +558,10 @@ void Model::Implementation::experts(const MoeSpec& mixer, const float* logits, c
   }
   {
     const Stopwatch timed = watch(call.times->products);
-    backend->linear(second_jobs);
+    const ExpertProducts second =
+        products(up.data(), up_width, nullptr, down.data(),
+                 [](const MlpSpec& e) -> const LinearSpec& { return e.down; });
+    backend->linear({&second, 1});
   }
   backend->combine_experts(reinterpret_cast<const int32_t*>(slots_memory.data()),
                            reinterpret_cast<const float*>(weights_memory.data()),

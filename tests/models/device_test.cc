@@ -184,6 +184,66 @@ TEST_SUITE("gpu") {
     }
   }
 
+  TEST_CASE("experts' products on the GPU, grouped and one by one, against FP64") {
+    if (!test::gpu()) return;
+    constexpr int kIn = 64, kOut = 24, kTokens = 17;
+    const std::vector<int32_t> offsets = {0, 3, 3, 10, 11, 31};  // the second expert has none
+    const size_t experts = offsets.size() - 1, slots = static_cast<size_t>(offsets.back());
+    uint32_t seed = 5;
+    // Multiples of 1/64 below 2: exact in BF16.
+    const auto any = [&] {
+      seed = seed * 1664525u + 1013904223u;
+      return static_cast<float>(static_cast<int32_t>(seed >> 24) - 128) / 64.0f;
+    };
+    std::vector<std::vector<float>> weights(experts, std::vector<float>(kIn * kOut));
+    std::vector<WeightView> views;
+    const std::vector<float> no_bias;
+    for (auto& w : weights) {
+      for (float& value : w) value = any();
+      views.push_back({w.data(), WeightType::fp32, kOut, kIn, kIn});
+    }
+    std::vector<float> x(kTokens * kIn);
+    for (float& value : x) value = any();
+    std::vector<int32_t> rows(slots);
+    for (size_t s = 0; s < slots; ++s) rows[s] = static_cast<int32_t>((5 * s + 3) % kTokens);
+    for (bool bf16 : {true, false}) {
+      const auto backend = make_cuda_backend(true, bf16);
+      const Buffer device_x(*backend, kTokens * kIn),
+          y(*backend, static_cast<int64_t>(slots) * kOut);
+      const Memory device_rows(*backend, slots * sizeof(int32_t));
+      backend->upload(device_x.data(), x.data(), x.size() * sizeof(float));
+      backend->upload(device_rows.data(), rows.data(), device_rows.bytes());
+      ExpertProducts p;
+      p.x = device_x.data();
+      p.x_stride = kIn;
+      p.rows = reinterpret_cast<const int32_t*>(device_rows.data());
+      p.offsets = offsets;
+      for (const WeightView& view : views) p.experts.push_back({&view, &no_bias});
+      p.y = y.data();
+      backend->linear({&p, 1});
+      std::vector<float> got(slots * kOut);
+      backend->download(got.data(), y.data(), got.size() * sizeof(float));
+      for (size_t e = 0; e < experts; ++e) {
+        for (int32_t s = offsets[e]; s < offsets[e + 1]; ++s) {
+          for (int o = 0; o < kOut; ++o) {
+            double sum = 0, size = 0;
+            for (int i = 0; i < kIn; ++i) {
+              const double term =
+                  double{x[static_cast<size_t>(rows[static_cast<size_t>(s)] * kIn + i)]} *
+                  double{weights[e][static_cast<size_t>(o * kIn + i)]};
+              sum += term;
+              size += std::fabs(term);
+            }
+            // FP32 sums of 64 terms, and the result's own rounding to BF16.
+            const double bound = 64 * 0x1p-24 * size + (bf16 ? 0x1p-8 * std::fabs(sum) : 0);
+            CHECK(std::fabs(got[static_cast<size_t>(s) * kOut + static_cast<size_t>(o)] - sum) <=
+                  bound);
+          }
+        }
+      }
+    }
+  }
+
   TEST_CASE("attention to a long past in parts: a row's logits depend on no other row") {
     if (!test::gpu()) return;
     const auto model = open("mini-gdn", Device::cuda, DenseMode::fast, ComputeType::bf16);
