@@ -234,6 +234,12 @@ CheckModelResult check_model_results(const CheckModelOptions& options) {
   const Model model(checkpoint, {options.compute, options.dense, options.dt_clamp, options.device});
   const std::filesystem::path path =
       options.reference.value_or(options.folder / "reference.safetensors");
+  if (!std::filesystem::exists(path)) {
+    throw std::runtime_error(
+        "check model: " + path.string() +
+        ": expected stored answers, got no such file; models/dump_reference.py "
+        "writes them, --reference FILE names others");
+  }
   const Safetensors file = Safetensors::open(path);
   const Reference reference = read_reference(file, path.parent_path());
   if (reference.vocabulary != model.spec().vocabulary) {

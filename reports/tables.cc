@@ -68,9 +68,11 @@ Health health_of(const Report& report, const StateReport& state) {
   return out;
 }
 
-/// The gravest thing that happened, in one word.
+/// The gravest thing that happened, in one word; how many positions the means do not hold.
 std::string health_word(const Health& health, const KlFigures& figures) {
-  if (figures.non_finite > 0 || health.sum.non_finite > 0) return "NON-FINITE";
+  if (figures.non_finite > 0)
+    return "NON-FINITE: " + std::to_string(figures.non_finite) + " positions left out";
+  if (health.sum.non_finite > 0) return "NON-FINITE";
   if (health.sum.saturated > 0) return "saturated";
   if (health.sum.clipped > 0) return "clipped";
   if (health.sum.vanished > 0) return "vanished";

@@ -2,6 +2,7 @@
 
 #include <doctest/doctest.h>
 
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -64,6 +65,17 @@ TEST_CASE("tables are aligned, in text and in Markdown") {
         "| a\\|b | 1.5 | zz |\n"
         "| \xC3\xA9 | 10.25 | y |\n"
         "\nnote\n");
+}
+
+TEST_CASE("a state whose KL is not finite says how many positions its means leave out") {
+  Report report = sample_report({3000});
+  StateDocument& document = report.states[2].documents[0];
+  for (size_t t = 100; t < 384; ++t) {
+    document.kl[t] = document.nll[t] = std::numeric_limits<float>::quiet_NaN();
+    document.top1[t] = kNoTop1;
+  }
+  const std::string text = kl_text(report, kl_statistics(report));
+  CHECK(contains(text, "NON-FINITE: 284 positions left out"));
 }
 
 TEST_CASE("text, CSV and JSON of a run say the same") {
