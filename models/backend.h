@@ -164,7 +164,7 @@ class Backend {
   /// `beside`, which shares it: of the two, one runs at a time. Throws std::logic_error on the
   /// host.
   virtual std::unique_ptr<CapturedWork> capture(const std::function<void()>& queue,
-                                                const CapturedWork* beside = nullptr);
+                                                CapturedWork* beside = nullptr);
   /// Waits for all work queued so far; nothing on the host.
   virtual void synchronize() = 0;
 

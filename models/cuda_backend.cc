@@ -151,7 +151,7 @@ class CudaBackend : public Backend {
   bool fast() const { return fast_; }
   CudaStream stream() const override { return stream_; }
   std::unique_ptr<CapturedWork> capture(const std::function<void()>& queue,
-                                        const CapturedWork* beside) override;
+                                        CapturedWork* beside) override;
 
   bool on_device() const override { return true; }
   void synchronize() override { cuda_synchronize(stream_); }
@@ -451,6 +451,21 @@ class CudaBackend : public Backend {
     return converted;
   }
 
+  /// Rows of x: as they lie, or `rows` of them copied.
+  struct Gathered {
+    Buffer copy;
+    const float* x;
+    int64_t stride;
+  };
+  Gathered gathered(const float* x, int64_t x_stride, const int32_t* rows, int64_t count,
+                    int64_t cols) {
+    if (rows == nullptr) return {{}, x, x_stride};
+    Buffer copy(*this, count * cols);
+    widen_rows_cuda({x, WeightType::fp32, 0, cols, x_stride}, rows, count, copy.data(), stream_);
+    const float* values = copy.data();
+    return {std::move(copy), values, cols};
+  }
+
   /// The library's grouped product takes BF16 rows of whole 16 bytes, without a bias.
   bool can_group(const ExpertProducts& p) const {
     const WeightView& first = *p.experts[0].w;
@@ -466,17 +481,8 @@ class CudaBackend : public Backend {
     const int64_t experts = static_cast<int64_t>(p.experts.size()), slots = p.offsets.back();
     const WeightView w = weight(joined_weight(p.experts), WeightType::bf16);
     at::Tensor narrow = at::empty({slots, in}, device_options(at::kBFloat16));
-    Buffer gathered;
-    const float* x = p.x;
-    int64_t x_stride = p.x_stride;
-    if (p.rows != nullptr) {
-      gathered = Buffer(*this, slots * in);
-      widen_rows_cuda({p.x, WeightType::fp32, 0, in, p.x_stride}, p.rows, slots, gathered.data(),
-                      stream_);
-      x = gathered.data();
-      x_stride = in;
-    }
-    narrow_cuda(x, x_stride, slots, in, WeightType::bf16, narrow.data_ptr(), stream_);
+    const Gathered from = gathered(p.x, p.x_stride, p.rows, slots, in);
+    narrow_cuda(from.x, from.stride, slots, in, WeightType::bf16, narrow.data_ptr(), stream_);
     at::Tensor ends = at::empty({experts}, device_options(at::kInt));
     upload(ends.data_ptr(), p.offsets.data() + 1, static_cast<size_t>(experts) * sizeof(int32_t));
     const at::Tensor weights = view(w.data, {experts, in, out}, {in * out, 1, in}, at::kBFloat16);
@@ -507,19 +513,9 @@ class CudaBackend : public Backend {
 
   void multiply_fast(const LinearJob& job, bool fp32_result) {
     if (job.m == 0) return;
-    const int64_t in = job.w.cols;
-    const float* x = job.x;
-    int64_t x_stride = job.x_stride;
-    Buffer gathered;
-    if (job.x_rows != nullptr) {
-      gathered = Buffer(*this, job.m * in);
-      widen_rows_cuda({job.x, WeightType::fp32, 0, in, job.x_stride}, job.x_rows, job.m,
-                      gathered.data(), stream_);
-      x = gathered.data();
-      x_stride = in;
-    }
+    const Gathered from = gathered(job.x, job.x_stride, job.x_rows, job.m, job.w.cols);
     const TokenRange whole{0, job.m};
-    multiply_ranges(x, x_stride, job.w, job.bias, job.y, {&whole, 1}, fp32_result);
+    multiply_ranges(from.x, from.stride, job.w, job.bias, job.y, {&whole, 1}, fp32_result);
   }
 
   /// A product of the library for each range; y [tokens, out] contiguous.
@@ -578,11 +574,11 @@ class CudaGraph : public CapturedWork {
   void run() override {
     library("graph", [&] { graph.replay(); });
   }
-  mutable at::cuda::CUDAGraph graph;
+  at::cuda::CUDAGraph graph;
 };
 
 std::unique_ptr<CapturedWork> CudaBackend::capture(const std::function<void()>& queue,
-                                                   const CapturedWork* beside) {
+                                                   CapturedWork* beside) {
   auto work = std::make_unique<CudaGraph>();
   synchronize();
   const c10::cuda::CUDAStream side = c10::cuda::getStreamFromPool();
@@ -593,7 +589,7 @@ std::unique_ptr<CapturedWork> CudaBackend::capture(const std::function<void()>& 
     synchronize();
     library("graph", [&] {
       const at::cuda::MempoolId_t own{0, 0};
-      work->graph.capture_begin(beside ? static_cast<const CudaGraph*>(beside)->graph.pool() : own,
+      work->graph.capture_begin(beside ? static_cast<CudaGraph*>(beside)->graph.pool() : own,
                                 cudaStreamCaptureModeThreadLocal);
     });
     queue();

@@ -74,7 +74,6 @@ struct Decoder::Implementation {
   std::vector<Band> bands;
   std::vector<std::vector<Slot>> slots;  // [block][branch]
   std::vector<Rotary> rotary;
-  int64_t held_bytes = 0;
 
   // What a step reads, in one array on the device: positions, tokens, pending, streams.
   std::vector<std::byte> inputs;
@@ -149,7 +148,6 @@ struct Decoder::Implementation {
 Memory Decoder::Implementation::cleared(size_t bytes) {
   Memory memory(backend, bytes);
   backend.clear(memory.data(), bytes);
-  held_bytes += static_cast<int64_t>(bytes);
   return memory;
 }
 
@@ -272,11 +270,10 @@ Decoder::Implementation::Implementation(const Model& m, DecoderOptions o)
     std::vector<Slot>& branches = slots.emplace_back(block.branches.size());
     for (size_t i = 0; i < block.branches.size(); ++i) {
       make_slot(block.branches[i], block.layer, branches[i]);
-      if (const auto* attention = std::get_if<AttentionSpec>(&block.branches[i].mixer)) {
-        most_workspace =
-            std::max(most_workspace,
-                     paged_attention_workspace(rows, attention->heads, options.most_positions));
-      }
+      const auto* attention = std::get_if<AttentionSpec>(&block.branches[i].mixer);
+      if (attention == nullptr) continue;
+      most_workspace = std::max(most_workspace, paged_attention_workspace(rows, attention->heads,
+                                                                          options.most_positions));
     }
   }
   workspace = Memory(backend, most_workspace);
@@ -687,8 +684,6 @@ void Decoder::logits(int row, float* out) const {
   d.backend.download(out, d.logits.data() + row * vocabulary,
                      static_cast<size_t>(vocabulary) * sizeof(float));
 }
-
-int64_t Decoder::bytes() const { return implementation_->held_bytes; }
 
 int64_t Decoder::cache_bytes() const {
   int64_t bytes = 0;

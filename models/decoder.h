@@ -65,9 +65,7 @@ class Decoder {
   /// FP32 logits [vocabulary] of a row after the last step.
   void logits(int row, float* out) const;
 
-  /// Bytes on the device that all rows hold: checkpoints, rings, convolution inputs, pages; and of
-  /// the pages alone.
-  int64_t bytes() const;
+  /// Bytes of the pages on the device.
   int64_t cache_bytes() const;
   /// Packed checkpoint bytes of one head of a recurrent layer (tests): recurrence or read.
   std::vector<std::byte> packed(int layer, int row, StateRole role) const;

@@ -272,7 +272,7 @@ std::vector<LinearJob> expert_jobs(
   return jobs;
 }
 
-std::unique_ptr<CapturedWork> Backend::capture(const std::function<void()>&, const CapturedWork*) {
+std::unique_ptr<CapturedWork> Backend::capture(const std::function<void()>&, CapturedWork*) {
   throw std::logic_error("backend: work on the host cannot be captured");
 }
 

@@ -595,11 +595,7 @@ void StateStore::hand_over_on_device(Row& row, int64_t position, bool keep_promp
   auto* total = reinterpret_cast<HeadHealth*>(staged_health.data());
   for (size_t i = 0; i < added.size(); ++i) {
     HeadHealth& head = total[i % heads];
-    head.encode.elements += added[i].elements;
-    head.encode.non_finite += added[i].non_finite;
-    head.encode.saturated += added[i].saturated;
-    head.encode.clipped += added[i].clipped;
-    head.encode.vanished += added[i].vanished;
+    head.encode += added[i];
     if (i < heads && added[i].non_finite > 0 && head.first_non_finite_position < 0)
       head.first_non_finite_position = position;
   }
@@ -729,12 +725,7 @@ StoreHealth StateStore::health(int r) const {
   StoreHealth total;
   const std::vector<HeadHealth> heads = head_health(r);
   for (size_t h = 0; h < heads.size(); ++h) {
-    const EncodeHealth& e = heads[h].encode;
-    total.encode.elements += e.elements;
-    total.encode.non_finite += e.non_finite;
-    total.encode.saturated += e.saturated;
-    total.encode.clipped += e.clipped;
-    total.encode.vanished += e.vanished;
+    total.encode += heads[h].encode;
     const int64_t first = heads[h].first_non_finite_position;
     if (first >= 0 &&
         (total.first_non_finite_position < 0 || first < total.first_non_finite_position)) {

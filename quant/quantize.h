@@ -52,6 +52,15 @@ struct EncodeHealth {
   uint64_t saturated = 0;
   uint64_t clipped = 0;
   uint64_t vanished = 0;
+
+  EncodeHealth& operator+=(const EncodeHealth& more) {
+    elements += more.elements;
+    non_finite += more.non_finite;
+    saturated += more.saturated;
+    clipped += more.clipped;
+    vanished += more.vanished;
+    return *this;
+  }
 };
 
 /// Bytes of one head packed in the format: codes (4-bit codes two a byte, element 2i in the low

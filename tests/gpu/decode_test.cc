@@ -194,22 +194,6 @@ void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type) {
   CHECK(different_bytes(device_read.get(), want_read) == "");
 }
 
-/// Queues the steps one by one with `step`, then again from the same start as a graph of three
-/// steps that runs seven times; `reset` puts everything back, `result` reads what the steps left.
-template <class Reset, class Step, class Result>
-void compare_captured(Reset&& reset, Step&& step, Result&& result) {
-  reset();
-  for (int i = 0; i < 21; ++i) step(CudaStream{});
-  const std::vector<std::byte> want = result();
-  reset();
-  const CapturedSteps three([&](CudaStream stream) {
-    for (int i = 0; i < 3; ++i) step(stream);
-  });
-  CHECK(different_bytes(result(), want) != "");
-  for (int i = 0; i < 7; ++i) three.run();
-  CHECK(different_bytes(result(), want) == "");
-}
-
 template <class... Arrays>
 std::vector<std::byte> bytes_of(const Arrays&... arrays) {
   std::vector<std::byte> all;

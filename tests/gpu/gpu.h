@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/decode_cuda.h"
 #include "quant/cuda_support.h"
 
 namespace replayeval::test {
@@ -38,6 +39,22 @@ inline std::string different_bytes(const std::vector<std::byte>& got,
   text << count << " of " << got.size() << " bytes differ, the first at " << first << ": got "
        << static_cast<int>(got[first]) << ", expected " << static_cast<int>(want[first]);
   return text.str();
+}
+
+/// Queues the steps one by one with `step`, then again from the same start as a graph of three
+/// steps that runs seven times; `reset` puts everything back, `result` reads what the steps left.
+template <class Reset, class Step, class Result>
+void compare_captured(Reset&& reset, Step&& step, Result&& result) {
+  reset();
+  for (int i = 0; i < 21; ++i) step(CudaStream{});
+  const std::vector<std::byte> want = result();
+  reset();
+  const CapturedSteps three([&](CudaStream stream) {
+    for (int i = 0; i < 3; ++i) step(stream);
+  });
+  CHECK(different_bytes(result(), want) != "");
+  for (int i = 0; i < 7; ++i) three.run();
+  CHECK(different_bytes(result(), want) == "");
 }
 
 }  // namespace replayeval::test

@@ -257,16 +257,7 @@ TEST_CASE("gpu: captured steps of paged attention are the steps one by one") {
       all.insert(all.end(), from, from + out.size() * sizeof(float));
       return all;
     };
-    reset();
-    for (int i = 0; i < 21; ++i) step(nullptr);
-    const std::vector<std::byte> want = result();
-    reset();
-    const CapturedSteps three([&](CudaStream stream) {
-      for (int i = 0; i < 3; ++i) step(stream);
-    });
-    CHECK(different_bytes(result(), want) != "");
-    for (int i = 0; i < 7; ++i) three.run();
-    CHECK(different_bytes(result(), want) == "");
+    compare_captured(reset, step, result);
   }
 }
 
