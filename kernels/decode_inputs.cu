@@ -34,48 +34,130 @@ unsigned blocks_of(const char* function, int64_t items, int threads) {
   return static_cast<unsigned>(blocks);
 }
 
+int64_t check_steps(const char* function, WeightType activation, int rows, int heads) {
+  if (rows < 0 || heads < 0) {
+    refuse(std::string(function) + ": " + std::to_string(rows) + " rows of " +
+           std::to_string(heads) + " heads, expected sizes of 0 or more");
+  }
+  if (activation == WeightType::fp16)
+    refuse(std::string(function) + ": activations in FP16, expected FP32 or BF16");
+  return int64_t{rows} * heads;
+}
+
 // ---------------------------------------------------------------- convolution
 
-/// kFixed: taps are kTaps and the weights start on multiples of 16 bytes.
-template <bool kFixed>
+/// Element i of floats, or of BF16 codes.
+template <bool kCodes>
+__device__ float element(const void* values, int64_t i) {
+  if constexpr (kCodes) {
+    return widen_code<WeightType::bf16>(static_cast<const uint16_t*>(values)[i]);
+  } else {
+    return static_cast<const float*>(values)[i];
+  }
+}
+
+template <bool kCodes>
+__device__ Quad elements(const void* values, int64_t i) {
+  if constexpr (kCodes) {
+    return load_quad<WeightType::bf16>(static_cast<const uint16_t*>(values) + i, 4, true);
+  } else {
+    return load_quad(static_cast<const float*>(values) + i, 4, true);
+  }
+}
+template <bool kCodes>
+__device__ void set_elements(void* values, int64_t i, const Quad& q) {
+  if constexpr (kCodes) {
+    store_quad<WeightType::bf16>(static_cast<uint16_t*>(values) + i, q, 4, true);
+  } else {
+    store_quad(static_cast<float*>(values) + i, q, 4, true);
+  }
+}
+
+/// Where channel c goes: its part, and its index there.
+__device__ int part_of(const ConvDecodeStep& step, int* c) {
+  int part = 0;
+  while (*c >= step.parts[part].channels) *c -= step.parts[part++].channels;
+  return part;
+}
+
+/// kCodes: x and state are BF16.
+template <bool kCodes>
 __global__ void __launch_bounds__(kThreads)
     convolve_token(const __grid_constant__ CausalConv conv,
                    const __grid_constant__ ConvDecodeStep step) {
   const int row = static_cast<int>(blockIdx.y);
-  const int c = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  int c = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   if (c >= conv.channels || (step.position != nullptr && step.position[row] < 0)) return;
-  const int taps = kFixed ? kTaps : conv.taps;
+  using T = std::conditional_t<kCodes, uint16_t, float>;
+  const int taps = conv.taps;
   const int64_t channels = conv.channels;
-  float* state = step.state + row * (taps - 1) * channels + c;
-  const float newest = step.x[row * step.x_stride + c];
+  T* state = static_cast<T*>(step.state) + row * (taps - 1) * channels + c;
+  const T* newest = static_cast<const T*>(step.x) + row * step.x_stride + c;
+  const float* weight = conv.weight + int64_t{c} * taps;
   float sum = conv.bias != nullptr ? conv.bias[c] : 0.0f;
-  if constexpr (kFixed) {
-    const Quad w = load_quad(conv.weight + int64_t{c} * kTaps, 4, true);
-    float seen[kTaps];
-#pragma unroll
-    for (int k = 0; k + 1 < kTaps; ++k) seen[k] = state[k * channels];
-    seen[kTaps - 1] = newest;
-#pragma unroll
-    for (int k = 0; k < kTaps; ++k) sum = __fmaf_rn(w.v[k], seen[k], sum);
-#pragma unroll
-    for (int k = 0; k + 1 < kTaps; ++k) state[k * channels] = seen[k + 1];
-  } else {
-    const float* weight = conv.weight + int64_t{c} * taps;
-    for (int k = 0; k + 1 < taps; ++k) {
-      sum = __fmaf_rn(weight[k], state[k * channels], sum);
-      state[k * channels] = k + 2 < taps ? state[(k + 1) * channels] : newest;
-    }
-    sum = __fmaf_rn(weight[taps - 1], newest, sum);
+  for (int k = 0; k + 1 < taps; ++k) {
+    sum = __fmaf_rn(weight[k], element<kCodes>(state, k * channels), sum);
+    state[k * channels] = k + 2 < taps ? state[(k + 1) * channels] : *newest;
   }
+  sum = __fmaf_rn(weight[taps - 1], element<kCodes>(newest, 0), sum);
   if (conv.silu) sum = conv_silu(sum);
-  int first = 0, part = 0;
-  while (c >= first + step.parts[part].channels) first += step.parts[part++].channels;
-  const int64_t at = int64_t{row} * step.parts[part].channels + (c - first);
+  const ConvPart& part = step.parts[part_of(step, &c)];
+  const int64_t at = int64_t{row} * part.channels + c;
   if (step.type == RecordType::bf16) {
-    static_cast<uint16_t*>(step.parts[part].to)[at] = static_cast<uint16_t>(bf16_code(sum));
+    static_cast<uint16_t*>(part.to)[at] = static_cast<uint16_t>(bf16_code(sum));
   } else {
-    static_cast<float*>(step.parts[part].to)[at] = sum;
+    static_cast<float*>(part.to)[at] = sum;
   }
+}
+
+/// Four channels a thread, kTaps taps; everything starts on multiples of four elements.
+template <bool kCodes>
+__global__ void __launch_bounds__(kThreads)
+    convolve_quads(const __grid_constant__ CausalConv conv,
+                   const __grid_constant__ ConvDecodeStep step) {
+  const int row = static_cast<int>(blockIdx.y);
+  int c = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) * 4;
+  if (c >= conv.channels || (step.position != nullptr && step.position[row] < 0)) return;
+  const int64_t channels = conv.channels, first = row * (kTaps - 1) * channels + c;
+  Quad seen[kTaps], w[4], sum = {};
+#pragma unroll
+  for (int k = 0; k + 1 < kTaps; ++k) seen[k] = elements<kCodes>(step.state, first + k * channels);
+  seen[kTaps - 1] = elements<kCodes>(step.x, row * step.x_stride + c);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) w[i] = load_quad(conv.weight + int64_t{c + i} * kTaps, 4, true);
+  if (conv.bias != nullptr) sum = load_quad(conv.bias + c, 4, true);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) sum.v[i] = __fmaf_rn(w[i].v[k], seen[k].v[i], sum.v[i]);
+    if (conv.silu) sum.v[i] = conv_silu(sum.v[i]);
+  }
+#pragma unroll
+  for (int k = 0; k + 1 < kTaps; ++k)
+    set_elements<kCodes>(step.state, first + k * channels, seen[k + 1]);
+  const ConvPart& part = step.parts[part_of(step, &c)];
+  const int64_t at = int64_t{row} * part.channels + c;
+  if (step.type == RecordType::bf16) {
+    set_elements<true>(part.to, at, sum);
+  } else {
+    set_elements<false>(part.to, at, sum);
+  }
+}
+
+/// Whether convolve_quads serves.
+bool in_quads(const CausalConv& conv, const ConvDecodeStep& step) {
+  const auto on = [](const void* p, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+  };
+  const auto element_bytes = [](RecordType type) -> uintptr_t {
+    return type == RecordType::bf16 ? 2 : 4;
+  };
+  const uintptr_t four = 4 * element_bytes(step.x_type);
+  for (const ConvPart& part : step.parts) {
+    if (part.channels % 4 != 0 || !on(part.to, 4 * element_bytes(step.type))) return false;
+  }
+  return conv.taps == kTaps && step.x_stride % 4 == 0 && on(step.x, four) && on(step.state, four) &&
+         on(conv.weight, 16) && on(conv.bias, 16);
 }
 
 // ---------------------------------------------------------------- rotary embedding
@@ -107,21 +189,36 @@ __global__ void __launch_bounds__(kThreads) rotate_heads(Rotation call) {
   store_quad(high, b, n, call.vector_half);
 }
 
-// ---------------------------------------------------------------- scalars and records
+// ---------------------------------------------------------------- scalars
 
+template <WeightType Type>
 __global__ void __launch_bounds__(kThreads)
-    decay_exponents(const float* a, const float* a_exp, int64_t n, int heads, float* decay) {
-  constexpr float kLog2E = 1.44269504088896340736F;
+    mamba2_steps(const void* x, int64_t x_stride, const float* bias, float low, float high,
+                 int64_t n, int heads, float* dt) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < n) decay[i] = -(a_exp[i % heads] * a[i]) * kLog2E;
+  if (i >= n) return;
+  const int64_t row = i / heads;
+  const int h = static_cast<int>(i - row * heads);
+  const float from = element<Type == WeightType::bf16>(x, row * x_stride + h);
+  const float step =
+      rounded<Type>(apply<Activation::softplus>(bias ? rounded<Type>(from + bias[h]) : from));
+  const float above = step < low ? low : step;
+  dt[i] = high < above ? high : above;
 }
 
+template <WeightType Type>
 __global__ void __launch_bounds__(kThreads)
-    widen_codes(const uint16_t* x, int64_t n, float* out, bool vector) {
-  const int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 4;
+    gdn_steps(GdnStepScalars in, int64_t n, int heads, float* decay, float* beta) {
+  constexpr float kLog2E = 1.44269504088896340736F;
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= n) return;
-  const int count = static_cast<int>(min(int64_t{4}, n - i));
-  store_quad(out + i, load_quad<WeightType::bf16>(x + i, count, vector), count, vector);
+  const int64_t row = i / heads;
+  const int h = static_cast<int>(i - row * heads);
+  const float a = element<Type == WeightType::bf16>(in.a, row * in.stride + h);
+  const float step = apply<Activation::softplus>(in.bias ? a + in.bias[h] : a);
+  decay[i] = -(in.a_exp[h] * step) * kLog2E;
+  beta[i] =
+      apply<Activation::sigmoid>(element<Type == WeightType::bf16>(in.b, row * in.stride + h));
 }
 
 // ---------------------------------------------------------------- greedy choice
@@ -219,13 +316,12 @@ void conv_decode_cuda(const CausalConv& conv, const ConvDecodeStep& step, CudaSt
     refuse(place + ("x has stride " + std::to_string(step.x_stride)) + ", expected at least " +
            std::to_string(conv.channels) + " (channels)");
   }
-  const dim3 grid(blocks_of("conv_decode", conv.channels, kThreads),
+  const bool codes = step.x_type == RecordType::bf16, quads = in_quads(conv, step);
+  const dim3 grid(blocks_of("conv_decode", quads ? conv.channels / 4 : conv.channels, kThreads),
                   static_cast<unsigned>(step.rows));
-  if (conv.taps == kTaps && reinterpret_cast<uintptr_t>(conv.weight) % 16 == 0) {
-    convolve_token<true><<<grid, kThreads, 0, stream>>>(conv, step);
-  } else {
-    convolve_token<false><<<grid, kThreads, 0, stream>>>(conv, step);
-  }
+  const auto kernel = quads ? (codes ? convolve_quads<true> : convolve_quads<false>)
+                            : (codes ? convolve_token<true> : convolve_token<false>);
+  kernel<<<grid, kThreads, 0, stream>>>(conv, step);
   CUDA_CHECK(cudaGetLastError());
 }
 
@@ -263,30 +359,25 @@ void rotary_decode_cuda(float* x, int64_t stride, int rows, int heads, int head_
   CUDA_CHECK(cudaGetLastError());
 }
 
-void gdn_decay_cuda(const float* a, const float* a_exp, int64_t rows, int heads, float* decay_log2,
-                    CudaStream stream) {
-  if (rows < 0 || heads < 0) {
-    refuse("gdn_decay: " + std::to_string(rows) + " rows of " + std::to_string(heads) +
-           " heads, expected sizes of 0 or more");
-  }
-  const int64_t n = rows * heads;
+void mamba2_steps_cuda(WeightType activation, const void* x, int64_t x_stride, const float* bias,
+                       float low, float high, int rows, int heads, float* dt, CudaStream stream) {
+  const int64_t n = check_steps("mamba2_steps", activation, rows, heads);
   if (n == 0) return;
-  decay_exponents<<<blocks_of("gdn_decay", n, kThreads), kThreads, 0, stream>>>(a, a_exp, n, heads,
-                                                                                decay_log2);
+  const auto kernel = activation == WeightType::bf16 ? mamba2_steps<WeightType::bf16>
+                                                     : mamba2_steps<WeightType::fp32>;
+  kernel<<<blocks_of("mamba2_steps", n, kThreads), kThreads, 0, stream>>>(x, x_stride, bias, low,
+                                                                          high, n, heads, dt);
   CUDA_CHECK(cudaGetLastError());
 }
 
-void widen_records_cuda(RecordType type, const void* x, int64_t n, float* out, CudaStream stream) {
-  if (n < 0) refuse("widen_records: " + std::to_string(n) + " numbers, expected 0 or more");
+void gdn_steps_cuda(const GdnStepScalars& inputs, int rows, int heads, float* decay_log2,
+                    float* beta, CudaStream stream) {
+  const int64_t n = check_steps("gdn_steps", inputs.activation, rows, heads);
   if (n == 0) return;
-  if (type == RecordType::fp32) {
-    device_copy(out, x, static_cast<size_t>(n) * sizeof(float), stream);
-    return;
-  }
-  const bool vector =
-      reinterpret_cast<uintptr_t>(x) % 8 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
-  widen_codes<<<blocks_of("widen_records", ceil_div(n, 4), kThreads), kThreads, 0, stream>>>(
-      static_cast<const uint16_t*>(x), n, out, vector);
+  const auto kernel = inputs.activation == WeightType::bf16 ? gdn_steps<WeightType::bf16>
+                                                            : gdn_steps<WeightType::fp32>;
+  kernel<<<blocks_of("gdn_steps", n, kThreads), kThreads, 0, stream>>>(inputs, n, heads, decay_log2,
+                                                                       beta);
   CUDA_CHECK(cudaGetLastError());
 }
 

@@ -20,15 +20,16 @@ struct ConvPart {
   int channels = 0;
 };
 
-/// One token of every row. x [channels] a row; state [rows, taps - 1, channels], the inputs before
-/// it, oldest first (zeros at the start of a sequence), which move on by one in place. The parts
-/// cover the channels. Rows whose position is below 0 are left alone.
+/// One token of every row. x [channels] a row and state [rows, taps - 1, channels] of x_type, the
+/// inputs before it, oldest first (zeros at the start of a sequence), which move on by one in
+/// place. The parts cover the channels. Rows whose position is below 0 are left alone.
 struct ConvDecodeStep {
   int rows = 0;
   const int64_t* position = nullptr;  // [rows]; null: every row takes part
-  const float* x = nullptr;
-  int64_t x_stride = 0;
-  float* state = nullptr;
+  const void* x = nullptr;
+  int64_t x_stride = 0;  // elements
+  RecordType x_type = RecordType::fp32;
+  void* state = nullptr;
   RecordType type = RecordType::bf16;  // of the parts: FP32, or BF16 rounded to nearest even
   ConvPart parts[3];                   // unused ones have no channels
 };
@@ -44,15 +45,26 @@ void rotary_decode_cuda(float* x, int64_t stride, int rows, int heads, int head_
                         const float* cos, const float* sin, const int64_t* position,
                         WeightType activation = WeightType::fp32, CudaStream stream = nullptr);
 
-/// The binary logarithm of a GDN step's decay, -(a_exp[h] a[r, h]) log2(e), from an activated
-/// projection a (softplus) [rows, heads] contiguous: the first half of gdn_scalars_cuda, which may
-/// be in place. a_exp [heads].
-void gdn_decay_cuda(const float* a, const float* a_exp, int64_t rows, int heads, float* decay_log2,
-                    CudaStream stream = nullptr);
+/// Time steps of one token a row, dt [rows, heads]: softplus(x[r, h] + bias[h]) as activate_cuda
+/// with activation type `activation` (FP32 or BF16, x in that type: floats or codes), then clamped
+/// to low .. high as clamp_cuda.
+void mamba2_steps_cuda(WeightType activation, const void* x, int64_t x_stride, const float* bias,
+                       float low, float high, int rows, int heads, float* dt,
+                       CudaStream stream = nullptr);
 
-/// n records as FP32 (exact). Narrowing is narrow_cuda.
-void widen_records_cuda(RecordType type, const void* x, int64_t n, float* out,
-                        CudaStream stream = nullptr);
+/// Scalars of one GDN step a row from the projections a and b [heads], both `stride` elements a row
+/// in `activation` (FP32 or BF16 codes): beta [rows, heads] = sigmoid(b), decay_log2 [rows, heads]
+/// = -(a_exp[h] softplus(a + bias[h])) log2(e), all in FP32 as activate_cuda and gdn_scalars_cuda.
+struct GdnStepScalars {
+  WeightType activation = WeightType::fp32;
+  const void* a = nullptr;
+  const void* b = nullptr;
+  int64_t stride = 0;
+  const float* bias = nullptr;
+  const float* a_exp = nullptr;
+};
+void gdn_steps_cuda(const GdnStepScalars& inputs, int rows, int heads, float* decay_log2,
+                    float* beta, CudaStream stream = nullptr);
 
 /// Greedy choose_token (harness/sampling.h) for every row of logits [rows, vocabulary]: token[r]
 /// the lowest id among the largest, -1 when every logit is NaN or -inf; margin[r] (may be null) the

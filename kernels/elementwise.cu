@@ -20,7 +20,20 @@ constexpr float kLog2E = 1.44269504088896340736F;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Rows of values, `stride` apart; `vector`: each starts on a multiple of 16 bytes.
+/// FP32 values, or BF16 codes.
+__device__ Quad load_values(const float* p, int n, bool vector) { return load_quad(p, n, vector); }
+__device__ Quad load_values(const uint16_t* p, int n, bool vector) {
+  return load_quad<WeightType::bf16>(p, n, vector);
+}
+__device__ void store_values(float* p, const Quad& q, int n, bool vector) {
+  store_quad(p, q, n, vector);
+}
+__device__ void store_values(uint16_t* p, const Quad& q, int n, bool vector) {
+  store_quad<WeightType::bf16>(p, q, n, vector);
+}
+
+/// Rows of values, `stride` apart; `vector`: each starts on a multiple of four elements'
+/// bytes.
 template <class T>
 struct Rows {
   T* data = nullptr;
@@ -33,14 +46,15 @@ struct Rows {
         vector(reinterpret_cast<uintptr_t>(values) % (4 * sizeof(T)) == 0 && row_stride % 4 == 0) {}
   __device__ T* at(int64_t row, int64_t c) const { return data + row * stride + c; }
   __device__ Quad load(int64_t row, int64_t c, int n) const {
-    return load_quad(at(row, c), n, vector);
+    return load_values(at(row, c), n, vector);
   }
 };
 using In = Rows<const float>;
 using Out = Rows<float>;
 
-__device__ void store(const Out& y, int64_t row, int64_t c, const Quad& q, int n) {
-  store_quad(y.at(row, c), q, n, y.vector);
+template <class T>
+__device__ void store(const Rows<T>& y, int64_t row, int64_t c, const Quad& q, int n) {
+  store_values(y.at(row, c), q, n, y.vector);
 }
 
 template <class Body>
@@ -89,33 +103,52 @@ void with_function(Activation f, WeightType type, Body body) {
 
 // ---------------------------------------------------------------- norms
 
-/// What a norm does to each value.
+/// What a norm does to each value. Elements of x, of the gate and of y are floats or BF16 codes.
+template <class X, class G, class Y>
 struct NormPlan {
-  In x, gate;
-  Out y;
+  Rows<X> x;
+  Rows<const G> gate;
+  Rows<Y> y;
   const float* weight;
   int64_t weight_size, group;
   float eps;
   bool gate_before, one_plus, norm_first, round_steps, vector_weight;
+  bool adds = false;      // x is a residual stream: the gate's array is added to it first
+  bool adds_fp32 = true;  // without rounding
 };
 
-/// kWhole: everything starts on multiples of 16 bytes and n is at least 4.
-template <bool kWhole>
-__device__ Quad norm_input(const NormPlan& plan, int64_t row, int64_t c, int n) {
-  Quad value = kWhole ? load_quad(plan.x.at(row, c), 4, true) : plan.x.load(row, c, n);
-  if (plan.gate_before) {
-    const Quad gate = kWhole ? load_quad(plan.gate.at(row, c), 4, true) : plan.gate.load(row, c, n);
+/// kWhole: everything starts on multiples of four elements and n is at least 4. `keeps`: a
+/// residual's sum is stored.
+template <WeightType Type, bool kWhole, class X, class G, class Y>
+__device__ Quad norm_input(const NormPlan<X, G, Y>& plan, int64_t row, int64_t c, int n,
+                           bool keeps) {
+  Quad value = kWhole ? load_values(plan.x.at(row, c), 4, true) : plan.x.load(row, c, n);
+  if (plan.gate_before || plan.adds) {
+    const Quad gate =
+        kWhole ? load_values(plan.gate.at(row, c), 4, true) : plan.gate.load(row, c, n);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) value.v[i] = value.v[i] * silu_ordered(gate.v[i]);
+    for (int i = 0; i < 4; ++i) {
+      if (!plan.adds) {
+        value.v[i] = value.v[i] * silu_ordered(gate.v[i]);
+      } else if (plan.adds_fp32) {
+        value.v[i] = value.v[i] + gate.v[i];
+      } else {
+        value.v[i] = rounded<Type>(value.v[i] + rounded<Type>(gate.v[i]));
+      }
+    }
+  }
+  if constexpr (!std::is_const_v<X>) {
+    if (plan.adds && keeps)
+      store_values(plan.x.at(row, c), value, kWhole ? 4 : n, kWhole || plan.x.vector);
   }
   return value;
 }
 
 /// `input` times the inverse root times the weight at columns c .. of the row, of which c_in_weight
 /// .. of the weight.
-template <WeightType Type, bool kWhole>
-__device__ void norm_output(const NormPlan& plan, int64_t row, int64_t c, int64_t c_in_weight,
-                            const Quad& input, float inverse, int n) {
+template <WeightType Type, bool kWhole, class X, class G, class Y>
+__device__ void norm_output(const NormPlan<X, G, Y>& plan, int64_t row, int64_t c,
+                            int64_t c_in_weight, const Quad& input, float inverse, int n) {
   const Quad w = kWhole ? load_quad(plan.weight + c_in_weight, 4, true)
                         : load_quad(plan.weight + c_in_weight, n, plan.vector_weight);
   Quad value;
@@ -126,7 +159,8 @@ __device__ void norm_output(const NormPlan& plan, int64_t row, int64_t c, int64_
     value.v[i] = value.v[i] * (plan.one_plus ? w.v[i] + 1.0F : w.v[i]);
   }
   if (plan.norm_first) {
-    const Quad gate = kWhole ? load_quad(plan.gate.at(row, c), 4, true) : plan.gate.load(row, c, n);
+    const Quad gate =
+        kWhole ? load_values(plan.gate.at(row, c), 4, true) : plan.gate.load(row, c, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (plan.round_steps) value.v[i] = rounded<Type>(value.v[i]);
@@ -135,7 +169,7 @@ __device__ void norm_output(const NormPlan& plan, int64_t row, int64_t c, int64_
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) value.v[i] = rounded<Type>(value.v[i]);
-  store_quad(plan.y.at(row, c), value, kWhole ? 4 : n, kWhole || plan.y.vector);
+  store_values(plan.y.at(row, c), value, kWhole ? 4 : n, kWhole || plan.y.vector);
 }
 
 __device__ float inverse_root(float squares, int64_t group, float eps) {
@@ -144,9 +178,9 @@ __device__ float inverse_root(float squares, int64_t group, float eps) {
 
 /// A group of at most 16 kSteps columns for each four neighbouring threads, its values in
 /// registers.
-template <WeightType Type, int kSteps, bool kWhole>
+template <WeightType Type, int kSteps, bool kWhole, class X, class G, class Y>
 __global__ void __launch_bounds__(kThreads)
-    norm_small(NormPlan plan, uint32_t groups, uint32_t row_groups) {
+    norm_small(NormPlan<X, G, Y> plan, uint32_t groups, uint32_t row_groups) {
   const uint32_t index = blockIdx.x * (kThreads / 4) + threadIdx.x / 4;
   const uint32_t own = index < groups ? index : groups - 1;  // the whole warp joins in the sums
   const uint32_t row = own / row_groups;
@@ -162,7 +196,8 @@ __global__ void __launch_bounds__(kThreads)
       input[step] = {};
       continue;
     }
-    input[step] = norm_input<kWhole>(plan, row, first + c, group - c);
+    input[step] =
+        norm_input<Type, kWhole>(plan, row, first + c, group - c, index < groups && c < group);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       squares.v[i] = __fmaf_rn(input[step].v[i], input[step].v[i], squares.v[i]);
@@ -180,10 +215,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A group a block, its values in shared memory (`staged`) or read again.
-template <WeightType Type, bool kWhole>
+/// A group a block, its values in shared memory (`staged`) or read again, then nothing is added.
+template <WeightType Type, bool kWhole, class X, class G, class Y>
 __global__ void __launch_bounds__(kNormThreads)
-    norm_large(NormPlan plan, uint32_t row_groups, bool staged) {
+    norm_large(NormPlan<X, G, Y> plan, uint32_t row_groups, bool staged) {
   extern __shared__ float4 memory[];
   float* values = reinterpret_cast<float*>(memory);
   __shared__ float inverse_of_block;
@@ -194,8 +229,9 @@ __global__ void __launch_bounds__(kNormThreads)
   if (staged) {
 #pragma unroll 4
     for (int q = static_cast<int>(threadIdx.x); q < quads; q += static_cast<int>(blockDim.x)) {
-      store_quad(values + 4 * q, norm_input<kWhole>(plan, row, first + 4 * q, group - 4 * q), 4,
-                 true);
+      const int left = group - 4 * q;
+      store_quad(values + 4 * q, norm_input<Type, kWhole>(plan, row, first + 4 * q, left, left > 0),
+                 4, true);
     }
     __syncthreads();
   }
@@ -207,7 +243,7 @@ __global__ void __launch_bounds__(kNormThreads)
       for (int c = lane; c < 4 * quads; c += 16) squares = __fmaf_rn(values[c], values[c], squares);
     } else {
       for (int c = lane; c < group; c += 16) {
-        const float x = norm_input<false>(plan, row, first + c, 1).v[0];
+        const float x = norm_input<Type, false>(plan, row, first + c, 1, false).v[0];
         squares = __fmaf_rn(x, x, squares);
       }
     }
@@ -221,15 +257,15 @@ __global__ void __launch_bounds__(kNormThreads)
     const int left = group - 4 * q;
     if (left <= 0) continue;
     const Quad input = staged ? load_quad(values + 4 * q, 4, true)
-                              : norm_input<kWhole>(plan, row, first + 4 * q, left);
+                              : norm_input<Type, kWhole>(plan, row, first + 4 * q, left, false);
     norm_output<Type, kWhole>(plan, row, first + 4 * q, weight_first + 4 * q, input, inverse, left);
   }
 }
 
-template <WeightType Type>
+template <WeightType Type, class T>
 struct GateOnlyBody {
-  In x, gate;
-  Out y;
+  Rows<const T> x, gate;
+  Rows<T> y;
   __device__ void operator()(int64_t row, int64_t c, int n) const {
     Quad value = x.load(row, c, n);
     const Quad g = gate.load(row, c, n);
@@ -241,12 +277,12 @@ struct GateOnlyBody {
 
 // ---------------------------------------------------------------- one value from one place
 
-template <Activation Function, WeightType Type>
+template <Activation Function, WeightType Type, class T>
 struct ActivateBody {
-  In x;
+  Rows<const T> x;
   const float* bias;
   bool vector_bias;
-  Out y;
+  Rows<T> y;
   __device__ void operator()(int64_t row, int64_t c, int n) const {
     Quad value = x.load(row, c, n);
     if (bias != nullptr) {
@@ -260,12 +296,12 @@ struct ActivateBody {
   }
 };
 
-template <Activation Function, WeightType Type>
+template <Activation Function, WeightType Type, class T>
 struct ActivateMultiplyBody {
-  In gate;
+  Rows<const T> gate;
   float gate_scale;
-  In up;
-  Out y;
+  Rows<const T> up;
+  Rows<T> y;
   __device__ void operator()(int64_t row, int64_t c, int n) const {
     Quad value = gate.load(row, c, n);
     const Quad u = up.load(row, c, n);
@@ -279,15 +315,15 @@ struct ActivateMultiplyBody {
   }
 };
 
-template <WeightType Type>
+template <WeightType Type, class T>
 struct AddBody {
-  Out y;
-  In x;
+  Rows<T> y;
+  Rows<const T> x;
   float multiplier;
   const float* row_scale;
   __device__ void operator()(int64_t row, int64_t c, int n) const {
     const float factor = row_scale != nullptr ? row_scale[row] : multiplier;
-    Quad total = load_quad(y.at(row, c), n, y.vector);
+    Quad total = y.load(row, c, n);
     const Quad added = x.load(row, c, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -299,14 +335,28 @@ struct AddBody {
   }
 };
 
-template <WeightType Type>
+/// A branch's output to a residual stream.
+template <WeightType Type, class T>
+struct AddToBody {
+  Out y;
+  Rows<const T> x;
+  __device__ void operator()(int64_t row, int64_t c, int n) const {
+    Quad total = y.load(row, c, n);
+    const Quad added = x.load(row, c, n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total.v[i] = rounded<Type>(total.v[i] + rounded<Type>(added.v[i]));
+    store(y, row, c, total, n);
+  }
+};
+
+template <WeightType Type, class T>
 struct ScaleBody {
-  Out x;
+  Rows<T> x;
   float factor;
   const float* column;
   bool vector_column;
   __device__ void operator()(int64_t row, int64_t c, int n) const {
-    Quad value = load_quad(x.at(row, c), n, x.vector);
+    Quad value = x.load(row, c, n);
     Quad by = {};
     if (column != nullptr) by = load_quad(column + c, n, vector_column);
 #pragma unroll
@@ -396,6 +446,14 @@ struct WidenBody {
   Out out;
   __device__ void operator()(int64_t row, int64_t c, int n) const {
     store(out, row, c, load_quad<Type>(w.at(ids[row], c), n, w.vector), n);
+  }
+};
+template <WeightType Type>
+struct WidenRowsBody {
+  Rows<const uint16_t> x;
+  Out out;
+  __device__ void operator()(int64_t row, int64_t c, int n) const {
+    store(out, row, c, load_quad<Type>(x.at(row, c), n, x.vector), n);
   }
 };
 struct GatherBody {
@@ -524,9 +582,10 @@ void check_size(const char* function, int64_t n) {
 
 }  // namespace
 
-void rms_norm_cuda(const RmsNorm& norm, const float* x, int64_t x_stride, const float* gate,
-                   int64_t gate_stride, float* y, int64_t y_stride, int64_t rows, int64_t cols,
-                   CudaStream stream) {
+namespace {
+
+/// A row's columns in groups; throws on a shape that does not fit.
+int64_t checked_group(const RmsNorm& norm, bool has_gate, int64_t rows, int64_t cols) {
   const bool needs_weight = norm.gate != GateOrder::gate_only;
   const int64_t group = norm.group > 0 ? norm.group : cols;
   if (cols < 1 || cols % group != 0 ||
@@ -537,81 +596,163 @@ void rms_norm_cuda(const RmsNorm& norm, const float* x, int64_t x_stride, const 
         std::to_string(norm.weight_size) + " do not fit " + std::to_string(cols) +
         " columns (group divides the weight, the weight divides the columns)");
   }
-  if ((needs_weight && norm.weight == nullptr) ||
-      ((norm.gate != GateOrder::none) != (gate != nullptr))) {
+  if ((needs_weight && norm.weight == nullptr) || ((norm.gate != GateOrder::none) != has_gate))
     throw std::invalid_argument("rms_norm: weight or gate missing, or a gate without an order");
-  }
   check_size("rms_norm", rows);
-  if (rows == 0) return;
-  const In in(x, x_stride), gates(gate, gate_stride);
-  const Out out(y, y_stride);
-  if (!needs_weight) {
-    with_type(norm.activation, [&](auto type) {
-      for_quads(rows, cols, GateOnlyBody<type()>{in, gates, out}, stream);
-    });
-    return;
-  }
-  const int64_t row_groups = cols / group, groups = rows * row_groups;
-  if (groups > INT32_MAX) {
-    throw std::invalid_argument("rms_norm: " + std::to_string(groups) +
+  if (needs_weight && rows * (cols / group) > INT32_MAX) {
+    throw std::invalid_argument("rms_norm: " + std::to_string(rows * (cols / group)) +
                                 " groups, expected at most 2^31 - 1 in a call");
   }
-  NormPlan plan{in,
-                gates,
-                out,
-                norm.weight,
-                norm.weight_size,
-                group,
-                norm.eps,
-                norm.gate == GateOrder::gate_first,
-                norm.one_plus,
-                norm.gate == GateOrder::norm_first,
-                norm.round_normalized && !norm.one_plus,
-                reinterpret_cast<uintptr_t>(norm.weight) % 16 == 0};
+  return group;
+}
+
+template <WeightType Type, class X, class G, class Y>
+NormPlan<X, G, Y> norm_plan(const RmsNorm& norm, int64_t group, const Rows<X>& x,
+                            const Rows<const G>& gate, const Rows<Y>& y) {
+  return {x,
+          gate,
+          y,
+          norm.weight,
+          norm.weight_size,
+          group,
+          norm.eps,
+          norm.gate == GateOrder::gate_first,
+          norm.one_plus,
+          norm.gate == GateOrder::norm_first,
+          norm.round_normalized && !norm.one_plus,
+          reinterpret_cast<uintptr_t>(norm.weight) % 16 == 0};
+}
+
+/// Queues the norm; shapes are checked.
+template <WeightType Type, class X, class G, class Y>
+void launch_norm(NormPlan<X, G, Y> plan, int64_t rows, int64_t cols, cudaStream_t stream) {
+  const int64_t group = plan.group, row_groups = cols / group, groups = rows * row_groups;
   if (group % 4 != 0) {  // groups after the first start anywhere
     plan.x.vector = plan.gate.vector = plan.y.vector = plan.vector_weight = false;
   }
   const bool whole = plan.x.vector && plan.y.vector && plan.vector_weight && group % 16 == 0 &&
-                     (gate == nullptr || plan.gate.vector);
-  const auto with_whole = [&](auto body) {
-    if (whole) {
-      body(std::true_type());
-    } else {
-      body(std::false_type());
+                     (plan.gate.data == nullptr || plan.gate.vector);
+  const auto launch = [&](auto whole_quads) {
+    if (group <= 256) {
+      const auto blocks = static_cast<unsigned>(ceil_div(groups, kThreads / 4));
+      const auto kernel = group <= 128 ? norm_small<Type, 8, whole_quads(), X, G, Y>
+                                       : norm_small<Type, 16, whole_quads(), X, G, Y>;
+      kernel<<<blocks, kThreads, 0, stream>>>(plan, static_cast<uint32_t>(groups),
+                                              static_cast<uint32_t>(row_groups));
+      return;
     }
-  };
-  with_type(norm.activation, [&](auto type) {
-    with_whole([&](auto whole_quads) {
-      if (group <= 256) {
-        const auto blocks = static_cast<unsigned>(ceil_div(groups, kThreads / 4));
-        const auto kernel = group <= 128 ? norm_small<type(), 8, whole_quads()>
-                                         : norm_small<type(), 16, whole_quads()>;
-        kernel<<<blocks, kThreads, 0, stream>>>(plan, static_cast<uint32_t>(groups),
-                                                static_cast<uint32_t>(row_groups));
-        return;
+    const size_t bytes = static_cast<size_t>(ceil_div(group, 16)) * 64;
+    const bool staged = bytes <= kNormBytes;
+    if constexpr (!std::is_const_v<X>) {
+      if (plan.adds && !staged) {
+        const bool fp32 = plan.adds_fp32;
+        const auto add = [&](auto type) {
+          for_quads(rows, cols, AddToBody<type(), G>{plan.x, plan.gate}, stream);
+        };
+        if (fp32) {
+          add(Constant<WeightType::fp32>());
+        } else {
+          add(Constant<Type>());
+        }
+        plan.adds = false;
       }
-      const size_t bytes = static_cast<size_t>(ceil_div(group, 16)) * 64;
-      const bool staged = bytes <= kNormBytes;
-      const auto kernel = norm_large<type(), whole_quads()>;
-      CUDA_CHECK(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormBytes));
-      // Four quads a thread or more, evenly, in whole warps.
-      const int64_t quads = ceil_div(group, 4);
-      const int64_t own = std::max<int64_t>(4, ceil_div(quads, kNormThreads));
-      const int64_t threads = ceil_div(ceil_div(quads, own), 32) * 32;
-      kernel<<<static_cast<unsigned>(groups), static_cast<unsigned>(threads), staged ? bytes : 0,
-               stream>>>(plan, static_cast<uint32_t>(row_groups), staged);
-    });
-  });
+    }
+    const auto kernel = norm_large<Type, whole_quads(), X, G, Y>;
+    CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormBytes));
+    // Four quads a thread or more, evenly, in whole warps.
+    const int64_t quads = ceil_div(group, 4);
+    const int64_t own = std::max<int64_t>(4, ceil_div(quads, kNormThreads));
+    const int64_t threads = ceil_div(ceil_div(quads, own), 32) * 32;
+    kernel<<<static_cast<unsigned>(groups), static_cast<unsigned>(threads), staged ? bytes : 0,
+             stream>>>(plan, static_cast<uint32_t>(row_groups), staged);
+  };
+  if (whole) {
+    launch(std::true_type());
+  } else {
+    launch(std::false_type());
+  }
   CUDA_CHECK(cudaGetLastError());
 }
+
+template <WeightType Type, class X, class Y>
+void norm_rows(const RmsNorm& norm, const Rows<const X>& x, const Rows<const X>& gate,
+               const Rows<Y>& y, int64_t rows, int64_t cols, cudaStream_t stream) {
+  const int64_t group = checked_group(norm, gate.data != nullptr, rows, cols);
+  if (rows == 0) return;
+  if constexpr (std::is_same_v<X, Y>) {
+    if (norm.gate == GateOrder::gate_only) {
+      for_quads(rows, cols, GateOnlyBody<Type, X>{x, gate, y}, stream);
+      return;
+    }
+  }
+  launch_norm<Type>(norm_plan<Type>(norm, group, x, gate, y), rows, cols, stream);
+}
+
+void check_codes(WeightType activation) {
+  if (activation != WeightType::bf16)
+    throw std::invalid_argument("BF16 codes: expected the activation type BF16");
+}
+
+}  // namespace
+
+void rms_norm_cuda(const RmsNorm& norm, const float* x, int64_t x_stride, const float* gate,
+                   int64_t gate_stride, float* y, int64_t y_stride, int64_t rows, int64_t cols,
+                   CudaStream stream) {
+  with_type(norm.activation, [&](auto type) {
+    norm_rows<type(), float, float>(norm, {x, x_stride}, {gate, gate_stride}, {y, y_stride}, rows,
+                                    cols, stream);
+  });
+}
+void rms_norm_cuda(const RmsNorm& norm, const uint16_t* x, int64_t x_stride, const uint16_t* gate,
+                   int64_t gate_stride, uint16_t* y, int64_t y_stride, int64_t rows, int64_t cols,
+                   CudaStream stream) {
+  check_codes(norm.activation);
+  norm_rows<WeightType::bf16, uint16_t, uint16_t>(norm, {x, x_stride}, {gate, gate_stride},
+                                                  {y, y_stride}, rows, cols, stream);
+}
+void rms_norm_cuda(const RmsNorm& norm, const uint16_t* x, int64_t x_stride, float* y,
+                   int64_t y_stride, int64_t rows, int64_t cols, CudaStream stream) {
+  check_codes(norm.activation);
+  norm_rows<WeightType::bf16, uint16_t, float>(norm, {x, x_stride}, {nullptr, 0}, {y, y_stride},
+                                               rows, cols, stream);
+}
+
+template <class T>
+void add_rms_norm_cuda(const RmsNorm& norm, WeightType residual_type, float* residual,
+                       const T* added, T* y, int64_t rows, int64_t cols, CudaStream stream) {
+  if (norm.gate != GateOrder::none || residual == nullptr) {
+    throw std::invalid_argument("add_rms_norm: expected a residual stream and no gate");
+  }
+  const int64_t group = checked_group(norm, false, rows, cols);
+  if (rows == 0) return;
+  const auto run = [&](auto type) {
+    auto plan =
+        norm_plan<type(), float, T, T>(norm, group, {residual, cols}, {added, cols}, {y, cols});
+    plan.adds = added != nullptr;
+    plan.adds_fp32 = residual_type == WeightType::fp32;
+    launch_norm<type()>(plan, rows, cols, stream);
+  };
+  if constexpr (std::is_same_v<T, float>) {
+    if (norm.activation != WeightType::fp32)
+      throw std::invalid_argument("add_rms_norm: FP32 arrays, expected the activation type FP32");
+    run(Constant<WeightType::fp32>());
+  } else {
+    check_codes(norm.activation);
+    run(Constant<WeightType::bf16>());
+  }
+}
+template void add_rms_norm_cuda(const RmsNorm&, WeightType, float*, const float*, float*, int64_t,
+                                int64_t, CudaStream);
+template void add_rms_norm_cuda(const RmsNorm&, WeightType, float*, const uint16_t*, uint16_t*,
+                                int64_t, int64_t, CudaStream);
 
 void activate_cuda(Activation f, const float* x, int64_t x_stride, const float* bias, float* y,
                    int64_t y_stride, int64_t rows, int64_t cols, WeightType activation,
                    CudaStream stream) {
   with_function(f, activation, [&](auto function, auto type) {
     for_quads(rows, cols,
-              ActivateBody<function(), type()>{
+              ActivateBody<function(), type(), float>{
                   {x, x_stride}, bias, reinterpret_cast<uintptr_t>(bias) % 16 == 0, {y, y_stride}},
               stream);
   });
@@ -622,7 +763,7 @@ void activate_multiply_cuda(Activation f, const float* gate, int64_t gate_stride
                             int64_t rows, int64_t cols, WeightType activation, CudaStream stream) {
   with_function(f, activation, [&](auto function, auto type) {
     for_quads(rows, cols,
-              ActivateMultiplyBody<function(), type()>{
+              ActivateMultiplyBody<function(), type(), float>{
                   {gate, gate_stride}, gate_scale, {up, up_stride}, {y, y_stride}},
               stream);
   });
@@ -631,7 +772,7 @@ void activate_multiply_cuda(Activation f, const float* gate, int64_t gate_stride
 void add_scaled_cuda(float* y, int64_t y_stride, const float* x, int64_t x_stride, float multiplier,
                      int64_t rows, int64_t cols, WeightType activation, CudaStream stream) {
   with_type(activation, [&](auto type) {
-    for_quads(rows, cols, AddBody<type()>{{y, y_stride}, {x, x_stride}, multiplier, nullptr},
+    for_quads(rows, cols, AddBody<type(), float>{{y, y_stride}, {x, x_stride}, multiplier, nullptr},
               stream);
   });
 }
@@ -640,7 +781,8 @@ void add_row_scaled_cuda(float* y, int64_t y_stride, const float* x, int64_t x_s
                          const float* row_scale, int64_t rows, int64_t cols, WeightType activation,
                          CudaStream stream) {
   with_type(activation, [&](auto type) {
-    for_quads(rows, cols, AddBody<type()>{{y, y_stride}, {x, x_stride}, 1.0F, row_scale}, stream);
+    for_quads(rows, cols, AddBody<type(), float>{{y, y_stride}, {x, x_stride}, 1.0F, row_scale},
+              stream);
   });
 }
 
@@ -648,10 +790,64 @@ void scale_cuda(float* x, int64_t stride, float factor, const float* column, int
                 int64_t cols, WeightType activation, CudaStream stream) {
   with_type(activation, [&](auto type) {
     for_quads(rows, cols,
-              ScaleBody<type()>{
+              ScaleBody<type(), float>{
                   {x, stride}, factor, column, reinterpret_cast<uintptr_t>(column) % 16 == 0},
               stream);
   });
+}
+
+namespace {
+
+template <class Body>
+void with_code_function(Activation f, Body body) {
+  with_function(f, WeightType::bf16, [&](auto function, auto type) {
+    if constexpr (type() == WeightType::bf16) body(function);
+  });
+}
+
+}  // namespace
+
+void activate_cuda(Activation f, const uint16_t* x, int64_t x_stride, const float* bias,
+                   uint16_t* y, int64_t y_stride, int64_t rows, int64_t cols, WeightType activation,
+                   CudaStream stream) {
+  check_codes(activation);
+  with_code_function(f, [&](auto function) {
+    for_quads(rows, cols,
+              ActivateBody<function(), WeightType::bf16, uint16_t>{
+                  {x, x_stride}, bias, reinterpret_cast<uintptr_t>(bias) % 16 == 0, {y, y_stride}},
+              stream);
+  });
+}
+
+void activate_multiply_cuda(Activation f, const uint16_t* gate, int64_t gate_stride,
+                            float gate_scale, const uint16_t* up, int64_t up_stride, uint16_t* y,
+                            int64_t y_stride, int64_t rows, int64_t cols, WeightType activation,
+                            CudaStream stream) {
+  check_codes(activation);
+  with_code_function(f, [&](auto function) {
+    for_quads(rows, cols,
+              ActivateMultiplyBody<function(), WeightType::bf16, uint16_t>{
+                  {gate, gate_stride}, gate_scale, {up, up_stride}, {y, y_stride}},
+              stream);
+  });
+}
+
+void add_scaled_cuda(uint16_t* y, int64_t y_stride, const uint16_t* x, int64_t x_stride,
+                     float multiplier, int64_t rows, int64_t cols, WeightType activation,
+                     CudaStream stream) {
+  check_codes(activation);
+  for_quads(rows, cols,
+            AddBody<WeightType::bf16, uint16_t>{{y, y_stride}, {x, x_stride}, multiplier, nullptr},
+            stream);
+}
+
+void scale_cuda(uint16_t* x, int64_t stride, float factor, const float* column, int64_t rows,
+                int64_t cols, WeightType activation, CudaStream stream) {
+  check_codes(activation);
+  for_quads(rows, cols,
+            ScaleBody<WeightType::bf16, uint16_t>{
+                {x, stride}, factor, column, reinterpret_cast<uintptr_t>(column) % 16 == 0},
+            stream);
 }
 
 void round_to_cuda(WeightType type, float* x, int64_t n, CudaStream stream) {
@@ -743,6 +939,20 @@ void narrow_cuda(const float* x, int64_t x_stride, int64_t rows, int64_t cols, W
     } else {
       for_quads(rows, cols,
                 NarrowBody<constant()>{{x, x_stride}, {static_cast<uint16_t*>(out), cols}}, stream);
+    }
+  });
+}
+
+void widen_cuda(WeightType type, const void* x, int64_t x_stride, int64_t rows, int64_t cols,
+                float* out, CudaStream stream) {
+  with_type(type, [&](auto constant) {
+    if constexpr (constant() == WeightType::fp32) {
+      const CopyJob job{out, cols, static_cast<const float*>(x), x_stride, rows, cols};
+      copy_cuda({&job, 1}, stream);
+    } else {
+      for_quads(rows, cols,
+                WidenRowsBody<constant()>{{static_cast<const uint16_t*>(x), x_stride}, {out, cols}},
+                stream);
     }
   });
 }

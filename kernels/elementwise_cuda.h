@@ -44,6 +44,36 @@ void scale_cuda(float* x, int64_t stride, float factor, const float* column, int
                 int64_t cols, WeightType activation = WeightType::fp32,
                 CudaStream stream = nullptr);
 
+// The same for arrays of BF16 codes, which hold every number that a function of activation type
+// BF16 gives; strides are in elements. Throw std::invalid_argument for another activation type.
+void rms_norm_cuda(const RmsNorm& norm, const uint16_t* x, int64_t x_stride, const uint16_t* gate,
+                   int64_t gate_stride, uint16_t* y, int64_t y_stride, int64_t rows, int64_t cols,
+                   CudaStream stream = nullptr);
+/// From codes to FP32, without a gate.
+void rms_norm_cuda(const RmsNorm& norm, const uint16_t* x, int64_t x_stride, float* y,
+                   int64_t y_stride, int64_t rows, int64_t cols, CudaStream stream = nullptr);
+void activate_cuda(Activation f, const uint16_t* x, int64_t x_stride, const float* bias,
+                   uint16_t* y, int64_t y_stride, int64_t rows, int64_t cols, WeightType activation,
+                   CudaStream stream = nullptr);
+void activate_multiply_cuda(Activation f, const uint16_t* gate, int64_t gate_stride,
+                            float gate_scale, const uint16_t* up, int64_t up_stride, uint16_t* y,
+                            int64_t y_stride, int64_t rows, int64_t cols, WeightType activation,
+                            CudaStream stream = nullptr);
+void add_scaled_cuda(uint16_t* y, int64_t y_stride, const uint16_t* x, int64_t x_stride,
+                     float multiplier, int64_t rows, int64_t cols, WeightType activation,
+                     CudaStream stream = nullptr);
+void scale_cuda(uint16_t* x, int64_t stride, float factor, const float* column, int64_t rows,
+                int64_t cols, WeightType activation, CudaStream stream = nullptr);
+
+/// A branch's output joins the residual stream, and the next block's norm follows: add_scaled of
+/// `added` to `residual` with multiplier 1 and `residual_type` (FP32 or the activation type), then
+/// y = rms_norm(residual). All [rows, cols] contiguous; added null: nothing is added. T is float
+/// for the activation type FP32, uint16_t (BF16 codes) for BF16.
+template <class T>
+void add_rms_norm_cuda(const RmsNorm& norm, WeightType residual_type, float* residual,
+                       const T* added, T* y, int64_t rows, int64_t cols,
+                       CudaStream stream = nullptr);
+
 /// round_to: n values rounded to the type, kept as FP32.
 void round_to_cuda(WeightType type, float* x, int64_t n, CudaStream stream = nullptr);
 
@@ -76,6 +106,11 @@ void widen_rows_cuda(const WeightView& w, const int32_t* ids, int64_t n, float* 
 /// NaN a quiet NaN), into out [rows, cols] contiguous.
 void narrow_cuda(const float* x, int64_t x_stride, int64_t rows, int64_t cols, WeightType type,
                  void* out, CudaStream stream = nullptr);
+
+/// widen: x [rows, cols] of the type with x_stride (elements) to FP32 (exact), out [rows, cols]
+/// contiguous.
+void widen_cuda(WeightType type, const void* x, int64_t x_stride, int64_t rows, int64_t cols,
+                float* out, CudaStream stream = nullptr);
 
 /// All jobs, in any order, a launch for each 128 of them; `to` and `from` of a job must not
 /// overlap. Throws std::invalid_argument for negative sizes.

@@ -98,6 +98,41 @@ void combine_experts_cuda(const int32_t*, const float*, int, const float*, int64
   refuse();
 }
 void widen_rows_cuda(const WeightView&, const int32_t*, int64_t, float*, CudaStream) { refuse(); }
+void rms_norm_cuda(const RmsNorm&, const uint16_t*, int64_t, const uint16_t*, int64_t, uint16_t*,
+                   int64_t, int64_t, int64_t, CudaStream) {
+  refuse();
+}
+void rms_norm_cuda(const RmsNorm&, const uint16_t*, int64_t, float*, int64_t, int64_t, int64_t,
+                   CudaStream) {
+  refuse();
+}
+void activate_cuda(Activation, const uint16_t*, int64_t, const float*, uint16_t*, int64_t, int64_t,
+                   int64_t, WeightType, CudaStream) {
+  refuse();
+}
+void activate_multiply_cuda(Activation, const uint16_t*, int64_t, float, const uint16_t*, int64_t,
+                            uint16_t*, int64_t, int64_t, int64_t, WeightType, CudaStream) {
+  refuse();
+}
+void add_scaled_cuda(uint16_t*, int64_t, const uint16_t*, int64_t, float, int64_t, int64_t,
+                     WeightType, CudaStream) {
+  refuse();
+}
+void scale_cuda(uint16_t*, int64_t, float, const float*, int64_t, int64_t, WeightType, CudaStream) {
+  refuse();
+}
+template <class T>
+void add_rms_norm_cuda(const RmsNorm&, WeightType, float*, const T*, T*, int64_t, int64_t,
+                       CudaStream) {
+  refuse();
+}
+template void add_rms_norm_cuda(const RmsNorm&, WeightType, float*, const float*, float*, int64_t,
+                                int64_t, CudaStream);
+template void add_rms_norm_cuda(const RmsNorm&, WeightType, float*, const uint16_t*, uint16_t*,
+                                int64_t, int64_t, CudaStream);
+void widen_cuda(WeightType, const void*, int64_t, int64_t, int64_t, float*, CudaStream) {
+  refuse();
+}
 void narrow_cuda(const float*, int64_t, int64_t, int64_t, WeightType, void*, CudaStream) {
   refuse();
 }
@@ -146,8 +181,11 @@ void rotary_decode_cuda(float*, int64_t, int, int, int, int, const float*, const
                         const int64_t*, WeightType, CudaStream) {
   refuse();
 }
-void gdn_decay_cuda(const float*, const float*, int64_t, int, float*, CudaStream) { refuse(); }
-void widen_records_cuda(RecordType, const void*, int64_t, float*, CudaStream) { refuse(); }
+void mamba2_steps_cuda(WeightType, const void*, int64_t, const float*, float, float, int, int,
+                       float*, CudaStream) {
+  refuse();
+}
+void gdn_steps_cuda(const GdnStepScalars&, int, int, float*, float*, CudaStream) { refuse(); }
 void choose_greedy_cuda(const float*, int64_t, int, int64_t, int32_t*, float*, CudaStream) {
   refuse();
 }

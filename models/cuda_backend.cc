@@ -223,6 +223,43 @@ class CudaBackend : public Backend {
     linear_cuda(jobs, stream_);
     if (bf16_) round_to_cuda(WeightType::bf16, y, tokens * width, stream_);
   }
+  void linear_codes(const void* x, int64_t x_stride, std::span<const LinearPart> parts, void* y,
+                    int64_t tokens, bool fp32_result) override {
+    const TokenRange whole{0, tokens};
+    const int64_t in = parts[0].w->cols;
+    int64_t width = 0;
+    for (const LinearPart& part : parts) width += part.w->rows;
+    const auto in_fp32 = [&](const float* from, int64_t stride, float* to) {
+      if (fp32_result)
+        return linear(from, stride, *parts[0].w, *parts[0].bias, to, {&whole, 1}, true);
+      linear(from, stride, parts, to, {&whole, 1});
+    };
+    if (!bf16_) return in_fp32(static_cast<const float*>(x), x_stride, static_cast<float*>(y));
+    const at::Tensor from = view(x, {tokens, in}, {x_stride, 1}, at::kBFloat16);
+    const bool plain = std::all_of(parts.begin(), parts.end(), [&](const LinearPart& part) {
+      return part.bias->empty() && (!fp32_result || part.w->type == WeightType::bf16);
+    });
+    library("product", [&] {
+      const c10::InferenceMode guard;
+      if (fast_ && plain) {
+        const WeightView w = weight(joined_weight(parts), WeightType::bf16);
+        const at::Tensor weights = view(w.data, {width, in}, {in, 1}, at::kBFloat16).t();
+        at::Tensor to =
+            view(y, {tokens, width}, {width, 1}, fp32_result ? at::kFloat : at::kBFloat16);
+        if (fp32_result) {
+          at::mm_out(to, from, weights, at::kFloat);
+        } else {
+          at::mm_out(to, from, weights);
+        }
+        return;
+      }
+      const Buffer wide(*this, tokens * in), sums(*this, fp32_result ? 0 : tokens * width);
+      view(wide.data(), {tokens, in}, {in, 1}, at::kFloat).copy_(from);
+      in_fp32(wide.data(), in, fp32_result ? static_cast<float*>(y) : sums.data());
+      if (!fp32_result)
+        narrow_cuda(sums.data(), width, tokens, width, WeightType::bf16, y, stream_);
+    });
+  }
   void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                    float* y) override {
     linear_cuda(x, m, x_stride, weight(w), nullptr, y, w.rows, stream_);

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
+#include <limits>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 
 #include "kernels/decode_cuda.h"
@@ -34,6 +37,31 @@ std::byte* part(const Buffer& array, int64_t row, int64_t columns, RecordType ty
          static_cast<size_t>(row * columns) * record_bytes(type);
 }
 
+/// [rows, columns] on the device in the compute type's own form: floats, or BF16 codes.
+class Activations {
+ public:
+  Activations() = default;
+  Activations(Backend& backend, RecordType type, int64_t rows, int64_t columns)
+      : memory_(backend, static_cast<size_t>(rows * columns) * record_bytes(type)),
+        type_(type),
+        columns_(columns) {}
+  int64_t columns() const { return columns_; }
+  explicit operator bool() const { return memory_.data() != nullptr; }
+  /// From column c of the first row on.
+  std::byte* at(int64_t c) const {
+    return memory_.data() + static_cast<size_t>(c) * record_bytes(type_);
+  }
+  template <class T>
+  T* as(int64_t c = 0) const {
+    return reinterpret_cast<T*>(at(c));
+  }
+
+ private:
+  Memory memory_;
+  RecordType type_ = RecordType::fp32;
+  int64_t columns_ = 0;
+};
+
 /// Rows of one state precision, one after another.
 struct Band {
   int first = 0;
@@ -52,7 +80,7 @@ struct BandStates {
 struct Slot {
   std::optional<StateStore::Shape> shape;
   std::vector<BandStates> bands;
-  Memory conv;  // [rows, conv_kernel - 1, channels]
+  Memory conv;  // [rows, conv_kernel - 1, channels] as activations
   std::optional<PagedKv> kv;
   Memory k, v;
   int rotary = -1;
@@ -70,6 +98,7 @@ struct Decoder::Implementation {
   const Model::Implementation& self;
   Backend& backend;
   DecoderOptions options;
+  RecordType type;  // of activations
   int rows = 0;
   std::vector<Band> bands;
   std::vector<std::vector<Slot>> slots;  // [block][branch]
@@ -127,17 +156,46 @@ struct Decoder::Implementation {
     }
   }
 
+  Activations activations(int64_t columns) const { return {backend, type, rows, columns}; }
+  /// Calls work(p), p a null pointer to activations' elements.
+  template <class Work>
+  void typed(Work work) const {
+    if (type == RecordType::bf16) {
+      work(static_cast<uint16_t*>(nullptr));
+    } else {
+      work(static_cast<float*>(nullptr));
+    }
+  }
+  /// x (`stride` elements a row) through layers that share their input, outputs side by side.
+  Activations project(std::initializer_list<const LinearSpec*> layers, const std::byte* x,
+                      int64_t stride) const;
+  void norm(const RmsNorm& norm, const std::byte* x, int64_t x_stride, const std::byte* gate,
+            int64_t gate_stride, const Activations& y) const;
+  void scale(const Activations& x, float factor, const float* column) const;
+
   void queue_step(int64_t most_positions);
+  /// The blocks on the residual stream [rows, hidden]; the normed stream behind the last.
+  Activations layers(const Buffer& residual, int64_t most_positions);
+  Activations branch(const Branch& branch, Slot& slot, const Activations& normed,
+                     int64_t most_positions);
   /// One token of every row through a layer's convolution into arrays of records.
-  void convolve(Slot& slot, const float* x, int64_t x_stride, const std::vector<float>& weight,
+  void convolve(Slot& slot, const std::byte* x, int64_t x_stride, const std::vector<float>& weight,
                 const std::vector<float>& bias,
                 const std::array<std::pair<const Buffer*, int64_t>, 3>& parts);
-  /// Records of the bands that keep BF16 to FP32; the other bands' rows are there already.
-  void widen(const Buffer& records, Buffer& values, int64_t columns);
-  Buffer mamba2(const Mamba2Spec& mixer, Slot& slot, const Call& call, const float* x);
-  Buffer gdn(const GdnSpec& mixer, Slot& slot, const Call& call, const float* x);
-  Buffer attend(const AttentionSpec& mixer, Slot& slot, const Call& call, const float* x,
-                int64_t most_positions);
+  /// Where the state kernels of bands put their outputs [rows, columns]: in `values`, but FP32 for
+  /// bands with FP32 records beside BF16 activations; `rounded` brings those to the others.
+  struct Outputs {
+    Activations values;
+    Buffer wide;
+  };
+  Outputs outputs(int64_t columns) const;
+  std::byte* output_of(const Outputs& outputs, const Band& band) const;
+  const Activations& rounded(const Outputs& outputs) const;
+  Activations mamba2(const Mamba2Spec& mixer, Slot& slot, const std::byte* x);
+  Activations gdn(const GdnSpec& mixer, Slot& slot, const std::byte* x);
+  Activations attend(const AttentionSpec& mixer, Slot& slot, const std::byte* x,
+                     int64_t most_positions);
+  Activations mlp(const MlpSpec& mixer, const std::byte* x) const;
   DecodeStates states_of(const BandStates& states, int heads) const;
   int64_t pages_for(int64_t reach) const { return (reach + page - 1) / page; }
   void take_pages(int row, int64_t reach);
@@ -195,7 +253,7 @@ void Decoder::Implementation::make_slot(const Branch& branch, int layer, Slot& s
   const auto* gated = std::get_if<GdnSpec>(&branch.mixer);
   const size_t heads = static_cast<size_t>(shape.heads);
   slot.conv = cleared(static_cast<size_t>(rows) * static_cast<size_t>(shape.conv_kernel - 1) *
-                      static_cast<size_t>(shape.channels) * sizeof(float));
+                      static_cast<size_t>(shape.channels) * record_bytes(type));
   for (const Band& band : bands) {
     BandStates states;
     states.recurrence_stride = aligned(packed_bytes(*band.plan.recurrence.format, shape.state));
@@ -225,7 +283,11 @@ void Decoder::Implementation::make_slot(const Branch& branch, int layer, Slot& s
 }
 
 Decoder::Implementation::Implementation(const Model& m, DecoderOptions o)
-    : model(m), self(m.implementation()), backend(m.backend()), options(std::move(o)) {
+    : model(m),
+      self(m.implementation()),
+      backend(m.backend()),
+      options(std::move(o)),
+      type(self.activation == WeightType::bf16 ? RecordType::bf16 : RecordType::fp32) {
   if (const auto reason = Decoder::refusal(model, options))
     throw std::invalid_argument("decoder: " + *reason);
   if (options.rows_per_state < 1 || options.most_positions < 1 ||
@@ -240,9 +302,7 @@ Decoder::Implementation::Implementation(const Model& m, DecoderOptions o)
     Band band;
     band.first = rows;
     band.plan = head_plan(state);
-    band.records = state.options.ring == RingType::activation && self.activation == WeightType::bf16
-                       ? RecordType::bf16
-                       : RecordType::fp32;
+    band.records = state.options.ring == RingType::activation ? type : RecordType::fp32;
     bands.push_back(std::move(band));
     rows += options.rows_per_state;
   }
@@ -299,52 +359,102 @@ DecodeStates Decoder::Implementation::states_of(const BandStates& states, int he
   return view;
 }
 
+Activations Decoder::Implementation::project(std::initializer_list<const LinearSpec*> layers,
+                                             const std::byte* x, int64_t stride) const {
+  int64_t width = 0;
+  std::vector<LinearPart> parts;
+  for (const LinearSpec* layer : layers) {
+    parts.push_back({&layer->weight, &layer->bias});
+    width += layer->weight.rows;
+  }
+  Activations y = activations(width);
+  backend.linear_codes(x, stride, parts, y.at(0), rows);
+  return y;
+}
+
+void Decoder::Implementation::norm(const RmsNorm& norm, const std::byte* x, int64_t x_stride,
+                                   const std::byte* gate, int64_t gate_stride,
+                                   const Activations& y) const {
+  typed([&]<class T>(T*) {
+    rms_norm_cuda(norm, reinterpret_cast<const T*>(x), x_stride, reinterpret_cast<const T*>(gate),
+                  gate_stride, y.as<T>(), y.columns(), rows, y.columns(), backend.stream());
+  });
+}
+
+void Decoder::Implementation::scale(const Activations& x, float factor, const float* column) const {
+  typed([&]<class T>(T*) {
+    scale_cuda(x.as<T>(), x.columns(), factor, column, rows, x.columns(), self.activation,
+               backend.stream());
+  });
+}
+
 void Decoder::Implementation::convolve(
-    Slot& slot, const float* x, int64_t x_stride, const std::vector<float>& weight,
+    Slot& slot, const std::byte* x, int64_t x_stride, const std::vector<float>& weight,
     const std::vector<float>& bias, const std::array<std::pair<const Buffer*, int64_t>, 3>& parts) {
   const StateStore::Shape& shape = *slot.shape;
   const CausalConv conv{shape.channels, shape.conv_kernel, self.constant(weight),
                         self.constant(bias), true};
-  for_runs([&](int first, int count, RecordType type) {
+  for_runs([&](int first, int count, RecordType records) {
     ConvDecodeStep step;
     step.rows = count;
     step.position = on_device(positions) + first;
-    step.x = x + first * x_stride;
+    step.x = x + static_cast<size_t>(first * x_stride) * record_bytes(type);
     step.x_stride = x_stride;
-    step.state = reinterpret_cast<float*>(slot.conv.data()) +
-                 int64_t{first} * (shape.conv_kernel - 1) * shape.channels;
-    step.type = type;
+    step.x_type = type;
+    step.state = at(slot.conv,
+                    static_cast<size_t>(int64_t{first} * (shape.conv_kernel - 1) * shape.channels) *
+                        record_bytes(type));
+    step.type = records;
     for (size_t i = 0; i < parts.size(); ++i) {
       const auto& [array, columns] = parts[i];
-      step.parts[i] = {part(*array, first, columns, type), static_cast<int>(columns)};
+      step.parts[i] = {part(*array, first, columns, records), static_cast<int>(columns)};
     }
     conv_decode_cuda(conv, step, backend.stream());
   });
 }
 
-void Decoder::Implementation::widen(const Buffer& records, Buffer& values, int64_t columns) {
-  for_runs([&](int first, int count, RecordType type) {
-    if (type == RecordType::fp32) return;
-    widen_records_cuda(type, part(records, first, columns, type), count * columns,
-                       values.data() + first * columns, backend.stream());
-  });
+Decoder::Implementation::Outputs Decoder::Implementation::outputs(int64_t columns) const {
+  const bool any = std::any_of(bands.begin(), bands.end(),
+                               [&](const Band& band) { return band.records != type; });
+  return {activations(columns), self.buffer(any ? rows * columns : 0)};
 }
 
-Buffer Decoder::Implementation::mamba2(const Mamba2Spec& mixer, Slot& slot, const Call& call,
-                                       const float* x) {
+std::byte* Decoder::Implementation::output_of(const Outputs& outputs, const Band& band) const {
+  const int64_t columns = outputs.values.columns();
+  if (band.records == type) return outputs.values.at(band.first * columns);
+  return part(outputs.wide, band.first, columns, band.records);
+}
+
+const Activations& Decoder::Implementation::rounded(const Outputs& outputs) const {
+  const int64_t columns = outputs.values.columns();
+  for_runs([&](int first, int count, RecordType records) {
+    if (records == type) return;
+    narrow_cuda(outputs.wide.data() + first * columns, columns, count, columns, self.activation,
+                outputs.values.at(first * columns), backend.stream());
+  });
+  return outputs.values;
+}
+
+Activations Decoder::Implementation::mamba2(const Mamba2Spec& mixer, Slot& slot,
+                                            const std::byte* x) {
   const StateStore::Shape& shape = *slot.shape;
   const CudaStream stream = backend.stream();
   const int64_t inner = int64_t{mixer.heads} * mixer.head_dim;
   const int64_t group_width = int64_t{mixer.groups} * mixer.state_dim;
-  const int64_t width = mixer.in_proj.weight.rows;
-  const Buffer projected = self.mamba2_inputs(mixer, x, call);
+  const Activations projected = project({&mixer.in_proj}, x, self.spec.hidden);
+  const int64_t width = projected.columns();
+  if (!mixer.in_proj_multiplier.empty())
+    scale(projected, 1.0f, self.constant(mixer.in_proj_multiplier));
   const Buffer xs = self.buffer(rows * inner), bs = self.buffer(rows * group_width),
-               cs = self.buffer(rows * group_width), dt = self.buffer(int64_t{rows} * mixer.heads),
-               narrow = self.buffer(rows * inner);
-  Buffer y = self.buffer(rows * inner);
-  convolve(slot, projected.data() + inner, width, mixer.conv_weight, mixer.conv_bias,
+               cs = self.buffer(rows * group_width), dt = self.buffer(int64_t{rows} * mixer.heads);
+  const Outputs outs = outputs(inner);
+  convolve(slot, projected.at(inner), width, mixer.conv_weight, mixer.conv_bias,
            {{{&xs, inner}, {&bs, group_width}, {&cs, group_width}}});
-  self.mamba2_steps(mixer, projected.data() + inner + shape.channels, width, dt.data(), rows);
+  const bool clamped = self.options.dt_clamp == DtClamp::forward;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  mamba2_steps_cuda(self.activation, projected.at(inner + shape.channels), width,
+                    self.constant(mixer.dt_bias), clamped ? mixer.dt_min : -kInfinity,
+                    clamped ? mixer.dt_max : kInfinity, rows, mixer.heads, dt.data(), stream);
   const Mamba2Layer layer = self.mamba2_layer(mixer, shape.layer);
   for (size_t b = 0; b < bands.size(); ++b) {
     const Band& band = bands[b];
@@ -355,32 +465,37 @@ Buffer Decoder::Implementation::mamba2(const Mamba2Spec& mixer, Slot& slot, cons
     step.dt = dt.data() + int64_t{band.first} * mixer.heads;
     step.b = part(bs, band.first, group_width, band.records);
     step.c = part(cs, band.first, group_width, band.records);
-    step.y = part(band.records == RecordType::fp32 ? y : narrow, band.first, inner, band.records);
+    step.y = output_of(outs, band);
     step.ring_x = states.first.data();
     step.ring_dt = reinterpret_cast<float*>(states.steps.data());
     step.ring_b = states.second.data();
     mamba2_decode_cuda(layer, band.plan, band_rows(band), states_of(states, mixer.heads), step,
                        stream);
   }
-  widen(narrow, y, inner);
-  return self.mamba2_output(mixer, y, projected, call);
+  const Activations& y = rounded(outs);
+  norm(self.mamba2_norm(mixer), y.at(0), inner, projected.at(0), width, y);
+  return project({&mixer.out_proj}, y.at(0), inner);
 }
 
-Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call& call,
-                                    const float* x) {
+Activations Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const std::byte* x) {
   const StateStore::Shape& shape = *slot.shape;
   const CudaStream stream = backend.stream();
   const int64_t key_width = int64_t{mixer.key_heads} * mixer.key_dim;
   const int64_t value_width = int64_t{mixer.value_heads} * mixer.value_dim;
-  const Model::Implementation::Projections projected = self.gdn_inputs(mixer, x, call);
+  const Activations projected =
+      project({&mixer.qkv, &mixer.z, &mixer.b, &mixer.a}, x, self.spec.hidden);
+  const int64_t width = projected.columns(), gate = mixer.qkv.weight.rows,
+                b_column = gate + mixer.z.weight.rows, a_column = b_column + mixer.b.weight.rows;
   const Buffer q = self.buffer(rows * key_width), k = self.buffer(rows * key_width),
-               v = self.buffer(rows * value_width), narrow = self.buffer(rows * value_width);
-  Buffer o = self.buffer(rows * value_width);
-  convolve(slot, projected.at(0), projected.width, mixer.conv_weight, {},
+               v = self.buffer(rows * value_width);
+  const Outputs outs = outputs(value_width);
+  convolve(slot, projected.at(0), width, mixer.conv_weight, {},
            {{{&q, key_width}, {&k, key_width}, {&v, value_width}}});
-  const Model::Implementation::GdnScalars scalars = self.gdn_scalars(mixer, projected, call);
-  gdn_decay_cuda(scalars.a.data(), self.constant(mixer.a_exp), rows, mixer.value_heads,
-                 scalars.a.data(), stream);
+  const Buffer decay = self.buffer(int64_t{rows} * mixer.value_heads),
+               beta = self.buffer(int64_t{rows} * mixer.value_heads);
+  gdn_steps_cuda({self.activation, projected.at(a_column), projected.at(b_column), width,
+                  self.constant(mixer.dt_bias), self.constant(mixer.a_exp)},
+                 rows, mixer.value_heads, decay.data(), beta.data(), stream);
   const GdnLayer layer = Model::Implementation::gdn_layer(mixer, shape.layer);
   for (size_t b = 0; b < bands.size(); ++b) {
     const Band& band = bands[b];
@@ -390,10 +505,9 @@ Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call
     step.q = part(q, band.first, key_width, band.records);
     step.k = part(k, band.first, key_width, band.records);
     step.v = part(v, band.first, value_width, band.records);
-    step.decay_log2 = scalars.a.data() + int64_t{band.first} * mixer.value_heads;
-    step.beta = scalars.b.data() + int64_t{band.first} * mixer.value_heads;
-    step.o =
-        part(band.records == RecordType::fp32 ? o : narrow, band.first, value_width, band.records);
+    step.decay_log2 = decay.data() + int64_t{band.first} * mixer.value_heads;
+    step.beta = beta.data() + int64_t{band.first} * mixer.value_heads;
+    step.o = output_of(outs, band);
     step.ring_k = states.first.data();
     step.ring_v = states.second.data();
     step.ring_u = states.corrections.data();
@@ -402,59 +516,159 @@ Buffer Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const Call
     gdn_decode_cuda(layer, band.plan, band_rows(band), states_of(states, mixer.value_heads), step,
                     stream);
   }
-  widen(narrow, o, value_width);
-  return self.gdn_output(mixer, o, projected, call);
+  const Activations& o = rounded(outs);
+  norm(self.gdn_norm(mixer), o.at(0), value_width, projected.at(gate), width, o);
+  return project({&mixer.out_proj}, o.at(0), value_width);
 }
 
-Buffer Decoder::Implementation::attend(const AttentionSpec& mixer, Slot& slot, const Call& call,
-                                       const float* x, int64_t most_positions) {
+Activations Decoder::Implementation::attend(const AttentionSpec& mixer, Slot& slot,
+                                            const std::byte* x, int64_t most_positions) {
   const CudaStream stream = backend.stream();
-  const int64_t q_width = int64_t{mixer.heads} * mixer.head_dim;
-  const int64_t kv_width = int64_t{mixer.kv_heads} * mixer.head_dim;
-  const Model::Implementation::AttentionInputs in = self.attention_inputs(mixer, x, call);
+  const int64_t dim = mixer.head_dim, hidden = self.spec.hidden;
+  const int64_t q_head = mixer.output_gate ? 2 * dim : dim;  // a query, then its gate
+  const int64_t q_width = mixer.heads * dim, kv_width = mixer.kv_heads * dim;
+  const Activations projected = project({&mixer.q}, x, hidden),
+                    keys = project({&mixer.k}, x, hidden), values = project({&mixer.v}, x, hidden);
+  const Buffer q = self.buffer(rows * q_width), k = self.buffer(rows * kv_width),
+               v = self.buffer(rows * kv_width);
+  // FP32 heads, normed.
+  const auto heads_of = [&](const Activations& from, int64_t from_head, int heads,
+                            const std::optional<NormSpec>& head_norm, const Buffer& to) {
+    const int64_t count = int64_t{rows} * heads;
+    typed([&]<class T>(T*) {
+      if (head_norm) {
+        if constexpr (std::is_same_v<T, float>) {
+          rms_norm_cuda(self.norm_of(*head_norm, dim), from.as<T>(), from_head, nullptr, 0,
+                        to.data(), dim, count, dim, stream);
+        } else {
+          rms_norm_cuda(self.norm_of(*head_norm, dim), from.as<T>(), from_head, to.data(), dim,
+                        count, dim, stream);
+        }
+      } else {
+        widen_cuda(self.activation, from.at(0), from_head, count, dim, to.data(), stream);
+      }
+    });
+  };
+  heads_of(projected, q_head, mixer.heads, mixer.q_norm, q);
+  heads_of(keys, dim, mixer.kv_heads, mixer.k_norm, k);
+  heads_of(values, dim, mixer.kv_heads, std::nullopt, v);
+  if (mixer.key_multiplier != 1.0f) {
+    scale_cuda(k.data(), kv_width, mixer.key_multiplier, nullptr, rows, kv_width, self.activation,
+               stream);
+  }
   if (slot.rotary >= 0) {
     const Rotary& table = rotary[static_cast<size_t>(slot.rotary)];
-    rotary_decode_cuda(in.q.data(), q_width, rows, mixer.heads, mixer.head_dim, mixer.rotary_dim,
-                       table.cos.data(), table.sin.data(), on_device(positions), self.activation,
-                       stream);
-    rotary_decode_cuda(in.k.data(), kv_width, rows, mixer.kv_heads, mixer.head_dim,
-                       mixer.rotary_dim, table.cos.data(), table.sin.data(), on_device(positions),
-                       self.activation, stream);
+    const auto rotate = [&](const Buffer& to, int64_t width, int heads) {
+      rotary_decode_cuda(to.data(), width, rows, heads, mixer.head_dim, mixer.rotary_dim,
+                         table.cos.data(), table.sin.data(), on_device(positions), self.activation,
+                         stream);
+    };
+    rotate(q, q_width, mixer.heads);
+    rotate(k, kv_width, mixer.kv_heads);
   }
-  append_paged_cuda(in.k.data(), kv_width, in.v.data(), kv_width, rows, *slot.kv,
-                    on_device(positions), stream);
-  Buffer out = self.buffer(rows * q_width);
-  paged_attention_cuda(in.q.data(), q_width, out.data(), q_width, rows, mixer.heads, *slot.kv,
+  append_paged_cuda(k.data(), kv_width, v.data(), kv_width, rows, *slot.kv, on_device(positions),
+                    stream);
+  paged_attention_cuda(q.data(), q_width, q.data(), q_width, rows, mixer.heads, *slot.kv,
                        on_device(positions), most_positions, mixer.scale, workspace.data(), stream);
-  return self.attention_output(mixer, out, in, call);
+  const Activations out = activations(q_width);
+  narrow_cuda(q.data(), q_width, rows, q_width, self.activation, out.at(0), stream);
+  if (mixer.output_gate) {
+    typed([&]<class T>(T*) {
+      activate_multiply_cuda(Activation::sigmoid, projected.as<T>(dim), q_head, 1.0f, out.as<T>(),
+                             dim, out.as<T>(), dim, int64_t{rows} * mixer.heads, dim,
+                             self.activation, stream);
+    });
+  }
+  return project({&mixer.o}, out.at(0), q_width);
+}
+
+Activations Decoder::Implementation::mlp(const MlpSpec& mixer, const std::byte* x) const {
+  const int64_t width = mixer.up.weight.rows, hidden = mixer.up.weight.cols;
+  const Activations in =
+      mixer.gate ? project({&mixer.up, &*mixer.gate}, x, hidden) : project({&mixer.up}, x, hidden);
+  const int64_t stride = in.columns();
+  typed([&]<class T>(T*) {
+    if (mixer.gate) {
+      activate_multiply_cuda(mixer.activation, in.as<T>(width), stride, mixer.gate_multiplier,
+                             in.as<T>(), stride, in.as<T>(), stride, rows, width, self.activation,
+                             backend.stream());
+    } else {
+      activate_cuda(mixer.activation, in.as<T>(), stride, nullptr, in.as<T>(), stride, rows, width,
+                    self.activation, backend.stream());
+    }
+  });
+  Activations y = project({&mixer.down}, in.at(0), stride);
+  if (mixer.down_multiplier != 1.0f) scale(y, mixer.down_multiplier, nullptr);
+  return y;
+}
+
+Activations Decoder::Implementation::branch(const Branch& branch, Slot& slot,
+                                            const Activations& normed, int64_t most_positions) {
+  Activations scaled;
+  const std::byte* x = normed.at(0);
+  if (branch.in_multiplier != 1.0f) {
+    scaled = activations(normed.columns());
+    backend.copy(scaled.at(0), x,
+                 static_cast<size_t>(rows * normed.columns()) * record_bytes(type));
+    scale(scaled, branch.in_multiplier, nullptr);
+    x = scaled.at(0);
+  }
+  Activations output;
+  if (const auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer)) {
+    output = mamba2(*mamba, slot, x);
+  } else if (const auto* gated = std::get_if<GdnSpec>(&branch.mixer)) {
+    output = gdn(*gated, slot, x);
+  } else if (const auto* attention = std::get_if<AttentionSpec>(&branch.mixer)) {
+    output = attend(*attention, slot, x, most_positions);
+  } else {
+    output = mlp(std::get<MlpSpec>(branch.mixer), x);
+  }
+  if (branch.out_multiplier != 1.0f) scale(output, branch.out_multiplier, nullptr);
+  return output;
+}
+
+Activations Decoder::Implementation::layers(const Buffer& residual, int64_t most_positions) {
+  const ModelSpec& spec = self.spec;
+  const WeightType residual_type = spec.residual_fp32 ? WeightType::fp32 : self.activation;
+  const Activations normed = activations(spec.hidden);
+  Activations sum;  // of the last block's branches, not in the residual stream yet
+  const auto next_norm = [&](const NormSpec& norm, const Activations& y) {
+    typed([&]<class T>(T*) {
+      add_rms_norm_cuda<T>(self.norm_of(norm, 0), residual_type, residual.data(),
+                           sum ? sum.as<T>() : nullptr, y.as<T>(), rows, spec.hidden,
+                           backend.stream());
+    });
+  };
+  for (size_t b = 0; b < spec.blocks.size(); ++b) {
+    const Block& block = spec.blocks[b];
+    next_norm(block.norm, normed);
+    for (size_t i = 0; i < block.branches.size(); ++i) {
+      Activations output = branch(block.branches[i], slots[b][i], normed, most_positions);
+      if (i == 0) {
+        sum = std::move(output);
+        continue;
+      }
+      typed([&]<class T>(T*) {
+        add_scaled_cuda(sum.as<T>(), spec.hidden, output.as<T>(), spec.hidden, 1.0f, rows,
+                        spec.hidden, self.activation, backend.stream());
+      });
+    }
+  }
+  Activations out = activations(spec.hidden);
+  next_norm(spec.final_norm, out);
+  return out;
 }
 
 void Decoder::Implementation::queue_step(int64_t most_positions) {
   const ModelSpec& spec = self.spec;
-  const int64_t hidden = spec.hidden;
-  ForwardTimes times;
-  Call call;
-  call.tokens = rows;
-  call.form = options.form;
-  call.times = &times;
-  call.ranges.push_back({0, rows});
   const Buffer residual = self.embed(on_device(tokens), rows);
-  self.layers(call, residual.data(),
-              [&](size_t b, size_t i, const float* x) -> Buffer {
-                const Mixer& mixer = spec.blocks[b].branches[i].mixer;
-                Slot& slot = slots[b][i];
-                if (const auto* mamba = std::get_if<Mamba2Spec>(&mixer))
-                  return mamba2(*mamba, slot, call, x);
-                if (const auto* gated = std::get_if<GdnSpec>(&mixer))
-                  return gdn(*gated, slot, call, x);
-                if (const auto* attention = std::get_if<AttentionSpec>(&mixer))
-                  return attend(*attention, slot, call, x, most_positions);
-                return self.mlp(std::get<MlpSpec>(mixer), x, call);
-              },
-              {});
-  const Buffer out = self.buffer(rows * hidden);
-  self.final_norm(residual.data(), out.data(), rows);
-  self.logits(out.data(), rows, logits.data());
+  const Activations out = layers(residual, most_positions);
+  const LinearPart head{&spec.lm_head.weight, &spec.lm_head.bias};
+  backend.linear_codes(out.at(0), spec.hidden, {&head, 1}, logits.data(), rows, true);
+  if (spec.logits_multiplier != 1.0f) {
+    backend.scale(logits.data(), spec.vocabulary, spec.logits_multiplier, nullptr, rows,
+                  spec.vocabulary, WeightType::fp32);
+  }
   auto* token = reinterpret_cast<int32_t*>(chosen.data());
   choose_greedy_cuda(logits.data(), spec.vocabulary, rows, spec.vocabulary, token,
                      reinterpret_cast<float*>(token + rows), backend.stream());
@@ -530,8 +744,9 @@ void Decoder::Implementation::admit(int row, const StateSet& from, int from_row)
                *band.plan.read);
       }
       const int64_t inputs_kept = int64_t{shape.conv_kernel - 1} * shape.channels;
-      copies.push_back({reinterpret_cast<float*>(slot.conv.data()) + row * inputs_kept, inputs_kept,
-                        contents.conv, inputs_kept, 1, inputs_kept});
+      narrow_cuda(contents.conv, inputs_kept, 1, inputs_kept, self.activation,
+                  at(slot.conv, static_cast<size_t>(row * inputs_kept) * record_bytes(type)),
+                  backend.stream());
       if (held == 0) continue;
       if (const auto* mamba = std::get_if<Mamba2Spec>(&mixer)) {
         const int64_t inner = int64_t{mamba->heads} * mamba->head_dim;

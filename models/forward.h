@@ -142,6 +142,7 @@ struct Model::Implementation {
   void mamba2_steps(const Mamba2Spec& mixer, const float* from, int64_t stride, float* dt,
                     int64_t tokens) const;
   Mamba2Layer mamba2_layer(const Mamba2Spec& mixer, int layer) const;
+  RmsNorm mamba2_norm(const Mamba2Spec& mixer) const;
   /// The state's output y [tokens, heads head_dim], which is changed, through gate, norm and
   /// out_proj.
   Buffer mamba2_output(const Mamba2Spec& mixer, Buffer& y, const Buffer& projected,
@@ -157,6 +158,7 @@ struct Model::Implementation {
   };
   GdnScalars gdn_scalars(const GdnSpec& mixer, const Projections& inputs, const Call& call) const;
   static GdnLayer gdn_layer(const GdnSpec& mixer, int layer);
+  RmsNorm gdn_norm(const GdnSpec& mixer) const;
   /// As mamba2_output, for o [tokens, value_heads value_dim].
   Buffer gdn_output(const GdnSpec& mixer, Buffer& o, const Projections& inputs,
                     const Call& call) const;

@@ -272,6 +272,11 @@ std::vector<LinearJob> expert_jobs(
   return jobs;
 }
 
+void Backend::linear_codes(const void*, int64_t, std::span<const LinearPart>, void*, int64_t,
+                           bool) {
+  throw std::logic_error("backend: the host multiplies FP32 arrays");
+}
+
 std::unique_ptr<CapturedWork> Backend::capture(const std::function<void()>&, CapturedWork*) {
   throw std::logic_error("backend: work on the host cannot be captured");
 }

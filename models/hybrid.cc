@@ -140,17 +140,21 @@ Mamba2Layer Model::Implementation::mamba2_layer(const Mamba2Spec& mixer, int lay
   return plan;
 }
 
-Buffer Model::Implementation::mamba2_output(const Mamba2Spec& mixer, Buffer& y,
-                                            const Buffer& projected, const Call& call) const {
-  const int64_t inner = int64_t{mixer.heads} * mixer.head_dim;
-  backend->round_to(activation, y.data(), call.tokens * inner);
+RmsNorm Model::Implementation::mamba2_norm(const Mamba2Spec& mixer) const {
   RmsNorm norm = norm_of(mixer.norm, mixer.norm_group);
   norm.gate = mixer.gate == Mamba2Spec::Gate::gate_only        ? GateOrder::gate_only
               : mixer.gate == Mamba2Spec::Gate::norm_then_gate ? GateOrder::norm_first
                                                                : GateOrder::gate_first;
   norm.round_normalized = mixer.round_normalized;
-  backend->rms_norm(norm, y.data(), inner, projected.data(), mixer.in_proj.weight.rows, y.data(),
-                    inner, call.tokens, inner);
+  return norm;
+}
+
+Buffer Model::Implementation::mamba2_output(const Mamba2Spec& mixer, Buffer& y,
+                                            const Buffer& projected, const Call& call) const {
+  const int64_t inner = int64_t{mixer.heads} * mixer.head_dim;
+  backend->round_to(activation, y.data(), call.tokens * inner);
+  backend->rms_norm(mamba2_norm(mixer), y.data(), inner, projected.data(),
+                    mixer.in_proj.weight.rows, y.data(), inner, call.tokens, inner);
   return project(mixer.out_proj, y.data(), call);
 }
 
@@ -239,14 +243,18 @@ GdnLayer Model::Implementation::gdn_layer(const GdnSpec& mixer, int layer) {
   return plan;
 }
 
+RmsNorm Model::Implementation::gdn_norm(const GdnSpec& mixer) const {
+  RmsNorm norm = norm_of(mixer.norm, mixer.value_dim);
+  norm.gate = GateOrder::norm_first;
+  return norm;
+}
+
 Buffer Model::Implementation::gdn_output(const GdnSpec& mixer, Buffer& o, const Projections& inputs,
                                          const Call& call) const {
   const int64_t value_width = int64_t{mixer.value_heads} * mixer.value_dim;
   backend->round_to(activation, o.data(), call.tokens * value_width);
-  RmsNorm norm = norm_of(mixer.norm, mixer.value_dim);
-  norm.gate = GateOrder::norm_first;
-  backend->rms_norm(norm, o.data(), value_width, inputs.at(1), inputs.width, o.data(), value_width,
-                    call.tokens, value_width);
+  backend->rms_norm(gdn_norm(mixer), o.data(), value_width, inputs.at(1), inputs.width, o.data(),
+                    value_width, call.tokens, value_width);
   return project(mixer.out_proj, o.data(), call);
 }
 

@@ -51,18 +51,25 @@ TEST_CASE("gpu: a convolution token by token has the bits of the convolution ove
        {Sizes{4, {64, 16, 16}, true, true}, Sizes{4, {300, 37, 0}, false, true},
         Sizes{4, {0, 1, 0}, true, false}, Sizes{1, {20, 0, 3}, true, true},
         Sizes{3, {100, 50, 50}, false, false}, Sizes{2, {7, 0, 0}, true, true}}) {
-    for (RecordType type : {RecordType::fp32, RecordType::bf16}) {
+    for (const auto& [x_type, type] : {std::pair(RecordType::fp32, RecordType::fp32),
+                                       std::pair(RecordType::fp32, RecordType::bf16),
+                                       std::pair(RecordType::bf16, RecordType::fp32),
+                                       std::pair(RecordType::bf16, RecordType::bf16)}) {
       const int channels = sizes.parts[0] + sizes.parts[1] + sizes.parts[2];
-      INFO("taps " << sizes.taps << ", channels " << channels << ", type "
-                   << static_cast<int>(type));
+      INFO("taps " << sizes.taps << ", channels " << channels << ", types "
+                   << static_cast<int>(x_type) << " to " << static_cast<int>(type));
       const auto n = static_cast<size_t>(channels);
-      const int64_t past = sizes.taps - 1, stride = channels + 5;
+      // Two elements before x, or four: then everything may start on multiples of 16 bytes.
+      const int64_t past = sizes.taps - 1, before = channels % 8 == 0 ? 4 : 2,
+                    stride = channels + before;
+      const WeightType x_weights = x_type == RecordType::bf16 ? WeightType::bf16 : WeightType::fp32;
       const std::vector<float> weight = normals(n * static_cast<size_t>(sizes.taps), &random);
       const std::vector<float> bias = normals(n, &random);
       const auto host_bias = sizes.bias ? bias.data() : nullptr;
       // Row, then token, the tokens before the first are zeros.
       const auto row_size = static_cast<size_t>((past + kTokens) * channels);
       std::vector<float> x = normals(kRows * row_size, &random), y(x.size());
+      round_to(x_weights, x.data(), static_cast<int64_t>(x.size()));
       std::vector<CausalConvRow> rows;
       for (size_t r = 0; r < kRows; ++r) {
         std::fill_n(x.begin() + static_cast<int64_t>(r * row_size), past * channels, 0.0f);
@@ -80,15 +87,21 @@ TEST_CASE("gpu: a convolution token by token has the bits of the convolution ove
                             sizes.bias ? device_bias.data() : nullptr, sizes.silu};
       std::vector<float> state(static_cast<size_t>(kRows * past * channels), 0.0f);
       std::fill_n(state.begin() + kIdle * past * channels, past * channels, 3.0f);
-      const DeviceArray<float> device_state(state);
+      const size_t x_element = x_type == RecordType::bf16 ? 2 : 4;
+      const DeviceArray<float> wide_state(state);
+      DeviceArray<std::byte> device_state(state.size() * x_element);
+      narrow_cuda(wide_state.data(), 0, 1, static_cast<int64_t>(state.size()), x_weights,
+                  device_state.data());
       const DeviceArray<int64_t> position(std::vector<int64_t>{0, 4, 0, -1, 9});
-      DeviceArray<float> device_x(static_cast<size_t>(kRows * stride + 2));
+      DeviceArray<float> wide_x(static_cast<size_t>(kRows * stride + before));
+      const DeviceArray<std::byte> device_x(wide_x.size() * x_element);
       std::vector<DeviceArray<std::byte>> parts;
       ConvDecodeStep step;
       step.rows = kRows;
       step.position = position.data();
-      step.x = device_x.data() + 2;
+      step.x = device_x.data() + static_cast<size_t>(before) * x_element;
       step.x_stride = stride;
+      step.x_type = x_type;
       step.state = device_state.data();
       step.type = type;
       const size_t element = type == RecordType::bf16 ? 2 : 4;
@@ -98,13 +111,15 @@ TEST_CASE("gpu: a convolution token by token has the bits of the convolution ove
         step.parts[p] = {parts.back().data(), sizes.parts[p]};
       }
       for (int t = 0; t < kTokens; ++t) {
-        std::vector<float> inputs(device_x.size(), -9.0f);
+        std::vector<float> inputs(wide_x.size(), -9.0f);
         for (int64_t r = 0; r < kRows; ++r) {
           for (int64_t c = 0; c < channels; ++c)
-            inputs[static_cast<size_t>(2 + r * stride + c)] =
+            inputs[static_cast<size_t>(before + r * stride + c)] =
                 rows[static_cast<size_t>(r)].x[t * channels + c];
         }
-        device_x.set(inputs);
+        wide_x.set(inputs);
+        narrow_cuda(wide_x.data(), 0, 1, static_cast<int64_t>(inputs.size()), x_weights,
+                    device_x.data());
         conv_decode_cuda(conv, step);
         int64_t first = 0;
         for (int p = 0; p < 3; ++p) {
@@ -116,7 +131,8 @@ TEST_CASE("gpu: a convolution token by token has the bits of the convolution ove
                         want.begin() + r * width);
           }
           const DeviceArray<float> got(want.size());
-          widen_records_cuda(type, step.parts[p].to, kRows * width, got.data());
+          widen_cuda(type == RecordType::bf16 ? WeightType::bf16 : WeightType::fp32,
+                     step.parts[p].to, width, kRows, width, got.data());
           CHECK(different_floats(got.get(), want) == "");
           first += width;
         }
@@ -126,7 +142,10 @@ TEST_CASE("gpu: a convolution token by token has the bits of the convolution ove
         std::copy_n(rows[static_cast<size_t>(r)].x + (kTokens - past) * channels, past * channels,
                     state.begin() + r * past * channels);
       }
-      CHECK(different_floats(device_state.get(), state) == "");
+      const DeviceArray<float> got(state.size());
+      widen_cuda(x_weights, device_state.data(), 0, 1, static_cast<int64_t>(state.size()),
+                 got.data());
+      CHECK(different_floats(got.get(), state) == "");
     }
   }
 }
@@ -166,39 +185,54 @@ TEST_CASE("gpu: rotary embedding at each row's position has the bits of rotary_a
   }
 }
 
-TEST_CASE("gpu: decays and records of a step have the bits of the functions over tokens") {
-  if (!gpu()) return;
+TEST_CASE("gpu: scalars of a step have the bits of the functions over tokens") {
+  if (!gpu() || !host_has_fma()) return;
   std::mt19937 random(123);
+  constexpr float kInf = std::numeric_limits<float>::infinity(), kLog2E = 1.44269504088896340736f;
   for (int heads : {1, 30, 33}) {
-    constexpr int64_t kRows = 19;
-    const auto n = static_cast<size_t>(kRows * heads);
-    const DeviceArray<float> a(normals(n, &random)),
-        a_exp(normals(static_cast<size_t>(heads), &random));
-    const DeviceArray<float> scalars(2 * n), decay(n);
-    gdn_scalars_cuda(a.data(), a.data(), a_exp.data(), kRows, heads, scalars.data());
-    gdn_decay_cuda(a.data(), a_exp.data(), kRows, heads, decay.data());
-    const std::vector<float> both = scalars.get();
-    std::vector<float> want;
-    for (int64_t r = 0; r < kRows; ++r)
-      want.insert(want.end(), both.begin() + 2 * r * heads, both.begin() + (2 * r + 1) * heads);
-    CHECK(different_floats(decay.get(), want) == "");
+    for (WeightType type : {WeightType::fp32, WeightType::bf16}) {
+      for (bool biased : {true, false}) {
+        constexpr int kRows = 19;
+        const int64_t stride = 2 * heads + 3;
+        std::vector<float> x = normals(static_cast<size_t>(kRows * stride), &random);
+        for (float& value : x) value *= 8.0f;
+        x[0] = NAN;
+        round_to(type, x.data(), static_cast<int64_t>(x.size()));
+        const std::vector<float> bias = normals(static_cast<size_t>(heads), &random),
+                                 a_exp = normals(static_cast<size_t>(heads), &random);
+        const DeviceArray<float> wide(x), device_bias(bias), device_a_exp(a_exp);
+        const size_t element = static_cast<size_t>(weight_bytes(type));
+        DeviceArray<std::byte> device_x(x.size() * element);
+        narrow_cuda(wide.data(), stride, kRows, stride, type, device_x.data());
+        const float* on_host = biased ? bias.data() : nullptr;
+        const float* on_device = biased ? device_bias.data() : nullptr;
+        const auto n = static_cast<size_t>(kRows * heads);
+        std::vector<float> want(n), other(n);
+        const DeviceArray<float> got(n), got_other(n);
 
-    std::vector<float> values = normals(n, &random);
-    values[0] = NAN;
-    const DeviceArray<float> device_values(values);
-    const DeviceArray<uint16_t> codes(n + 1);
-    for (size_t offset : {size_t{0}, size_t{1}}) {
-      const DeviceArray<float> out(n);
-      narrow_cuda(device_values.data(), heads, kRows, heads, WeightType::bf16,
-                  codes.data() + offset);
-      widen_records_cuda(RecordType::bf16, codes.data() + offset, static_cast<int64_t>(n),
-                         out.data());
-      std::vector<float> rounded = values;
-      round_to_bf16(rounded.data(), static_cast<int64_t>(n));
-      CHECK(different_floats(out.get(), rounded) == "");
-      widen_records_cuda(RecordType::fp32, device_values.data(), static_cast<int64_t>(n),
-                         out.data());
-      CHECK(different_floats(out.get(), values) == "");
+        for (const auto& [low, high] : {std::pair(0.001f, 0.5f), std::pair(-kInf, kInf)}) {
+          activate(Activation::softplus, x.data() + 1, stride, on_host, want.data(), heads, kRows,
+                   heads, type);
+          for (float& value : want) {
+            if (value < low) value = low;
+            if (value > high) value = high;
+          }
+          mamba2_steps_cuda(type, device_x.data() + element, stride, on_device, low, high, kRows,
+                            heads, got.data());
+          CHECK(different_floats(got.get(), want) == "");
+        }
+        // a behind b.
+        activate(Activation::sigmoid, x.data(), stride, nullptr, other.data(), heads, kRows, heads);
+        activate(Activation::softplus, x.data() + heads, stride, on_host, want.data(), heads, kRows,
+                 heads);
+        for (size_t i = 0; i < n; ++i)
+          want[i] = -(a_exp[i % static_cast<size_t>(heads)] * want[i]) * kLog2E;
+        gdn_steps_cuda({type, device_x.data() + static_cast<size_t>(heads) * element,
+                        device_x.data(), stride, on_device, device_a_exp.data()},
+                       kRows, heads, got.data(), got_other.data());
+        CHECK(different_floats(got.get(), want) == "");
+        CHECK(different_floats(got_other.get(), other) == "");
+      }
     }
   }
 }
@@ -288,7 +322,7 @@ TEST_CASE("gpu: captured inputs of decode steps are the steps one by one") {
     widen_rows_cuda({embedding.data(), WeightType::fp32, kChannels, kChannels, kChannels},
                     token.data(), kRows, x.data(), stream);
     conv_decode_cuda({kChannels, 4, weight.data(), nullptr, true}, conv, stream);
-    widen_records_cuda(RecordType::bf16, records.data(), kRows * kChannels, x.data(), stream);
+    widen_cuda(WeightType::bf16, records.data(), kChannels, kRows, kChannels, x.data(), stream);
     rotary_decode_cuda(x.data(), kChannels, kRows, kHeads, kDim, kDim, device_cosine.data(),
                        device_sine.data(), position.data(), WeightType::fp32, stream);
     choose_greedy_cuda(x.data(), kChannels, kRows, kChannels, token.data(), margin.data(), stream);
@@ -338,5 +372,7 @@ TEST_CASE("gpu: wrong inputs of decode steps are refused") {
       std::invalid_argument);
   CHECK_THROWS_AS(choose_greedy_cuda(x.data(), 16, 2, 17, token.data(), nullptr),
                   std::invalid_argument);
-  CHECK_THROWS_AS(gdn_decay_cuda(x.data(), x.data(), -1, 2, x.data()), std::invalid_argument);
+  CHECK_THROWS_AS(gdn_steps_cuda({}, -1, 2, x.data(), x.data()), std::invalid_argument);
+  CHECK_THROWS_AS(mamba2_steps_cuda(WeightType::fp16, x.data(), 2, nullptr, 0, 1, 1, 2, x.data()),
+                  std::invalid_argument);
 }

@@ -160,6 +160,159 @@ TEST_CASE("gpu: rms_norm has the host's bits") {
   }
 }
 
+TEST_CASE("gpu: functions of BF16 codes have the bits of the host's on FP32 arrays") {
+  if (!gpu() || !host_has_fma()) return;
+  std::mt19937 random(89);
+  struct Sizes {
+    int64_t rows, cols, group, weight;
+  };
+  constexpr Sizes kSizes[] = {{5, 30, 10, 10},      {4, 96, 48, 96},     {3, 256, 128, 128},
+                              {2, 512, 256, 512},   {6, 100, 0, 100},    {2, 1536, 768, 1536},
+                              {3, 2560, 0, 2560},   {2, 2561, 0, 2561},  {1, 24576, 0, 24576},
+                              {2, 26001, 0, 26001}, {2, 25600, 0, 25600}};
+  for (const Sizes& size : kSizes) {
+    for (int64_t pad : {0, 3}) {
+      const Shape shape{size.rows, size.cols, size.cols + pad, pad};
+      INFO("cols " << size.cols << ", group " << size.group << ", pad " << pad);
+      const auto n = static_cast<int64_t>(shape.floats());
+      std::vector<float> x = normals(shape.floats(), &random, 2.0f),
+                         gate = normals(shape.floats(), &random, 2.0f);
+      add_specials(&gate, &random);
+      round_to(WeightType::bf16, x.data(), n);
+      round_to(WeightType::bf16, gate.data(), n);
+      const std::vector<float> weight = normals(static_cast<size_t>(size.weight), &random),
+                               column = normals(static_cast<size_t>(size.cols), &random);
+      const DeviceArray<float> device_weight(weight), device_column(column);
+      const auto codes_of = [&](const std::vector<float>& values) {
+        std::vector<uint16_t> codes(values.size());
+        narrow(values.data(), n, WeightType::bf16, codes.data());
+        return codes;
+      };
+      const DeviceArray<uint16_t> device_x(codes_of(x)), device_gate(codes_of(gate));
+      const int64_t at = shape.offset, stride = shape.stride;
+      // `host` writes rows of y; `device` writes its codes over those of y.
+      const auto compare = [&](auto host, auto device) {
+        std::vector<float> y = gate;
+        host(y.data() + at);
+        DeviceArray<uint16_t> device_y(codes_of(gate));
+        device(device_y.data() + at);
+        CHECK(different_codes(device_y.get(), codes_of(y), WeightType::bf16) == "");
+      };
+      for (GateOrder order :
+           {GateOrder::none, GateOrder::gate_first, GateOrder::norm_first, GateOrder::gate_only}) {
+        for (bool one_plus : {false, true}) {
+          INFO("order " << static_cast<int>(order));
+          const bool gated = order != GateOrder::none;
+          const RmsNorm norm{weight.data(), size.weight, size.group,      1e-5f,
+                             one_plus,      order,       WeightType::bf16};
+          RmsNorm device_norm = norm;
+          device_norm.weight = device_weight.data();
+          compare(
+              [&](float* y) {
+                rms_norm(norm, x.data() + at, stride, gated ? gate.data() + at : nullptr, stride, y,
+                         stride, size.rows, size.cols);
+              },
+              [&](uint16_t* y) {
+                rms_norm_cuda(device_norm, device_x.data() + at, stride,
+                              gated ? device_gate.data() + at : nullptr, stride, y, stride,
+                              size.rows, size.cols);
+              });
+          if (gated) continue;
+          std::vector<float> y(shape.floats(), -7.0f);
+          const DeviceArray<float> device_y(y);
+          rms_norm(norm, x.data() + at, stride, nullptr, 0, y.data() + at, stride, size.rows,
+                   size.cols);
+          rms_norm_cuda(device_norm, device_x.data() + at, stride, device_y.data() + at, stride,
+                        size.rows, size.cols);
+          CHECK(different_floats(device_y.get(), y) == "");
+        }
+      }
+      for (Activation f : kActivations) {
+        INFO("activation " << static_cast<int>(f));
+        compare(
+            [&](float* y) {
+              activate(f, x.data() + at, stride, column.data(), y, stride, size.rows, size.cols,
+                       WeightType::bf16);
+            },
+            [&](uint16_t* y) {
+              activate_cuda(f, device_x.data() + at, stride, device_column.data(), y, stride,
+                            size.rows, size.cols, WeightType::bf16);
+            });
+        compare(
+            [&](float* y) {
+              activate_multiply(f, x.data() + at, stride, 0.7f, y, stride, y, stride, size.rows,
+                                size.cols, WeightType::bf16);
+            },
+            [&](uint16_t* y) {
+              activate_multiply_cuda(f, device_x.data() + at, stride, 0.7f, y, stride, y, stride,
+                                     size.rows, size.cols, WeightType::bf16);
+            });
+      }
+      compare(
+          [&](float* y) {
+            add_scaled(y, stride, x.data() + at, stride, 1.3f, size.rows, size.cols,
+                       WeightType::bf16);
+          },
+          [&](uint16_t* y) {
+            add_scaled_cuda(y, stride, device_x.data() + at, stride, 1.3f, size.rows, size.cols,
+                            WeightType::bf16);
+          });
+      compare(
+          [&](float* y) {
+            scale(y, stride, 0.9f, column.data(), size.rows, size.cols, WeightType::bf16);
+          },
+          [&](uint16_t* y) {
+            scale_cuda(y, stride, 0.9f, device_column.data(), size.rows, size.cols,
+                       WeightType::bf16);
+          });
+    }
+  }
+}
+
+TEST_CASE("gpu: a sum into the residual stream and its norm have the bits of the two") {
+  if (!gpu() || !host_has_fma()) return;
+  std::mt19937 random(90);
+  for (int64_t cols : {1, 30, 64, 256, 2560, 3137, 24576, 25600}) {
+    for (bool codes : {false, true}) {
+      const WeightType type = codes ? WeightType::bf16 : WeightType::fp32;
+      for (WeightType residual_type : {WeightType::fp32, type}) {
+        for (bool adds : {true, false}) {
+          INFO("cols " << cols << ", types " << static_cast<int>(type) << " and "
+                       << static_cast<int>(residual_type) << ", adds " << adds);
+          constexpr int64_t kRows = 3;
+          const int64_t n = kRows * cols;
+          std::vector<float> residual = normals(static_cast<size_t>(n), &random, 2.0f),
+                             added = normals(static_cast<size_t>(n), &random, 2.0f), y(added);
+          round_to(residual_type, residual.data(), n);
+          round_to(type, added.data(), n);
+          const std::vector<float> weight = normals(static_cast<size_t>(cols), &random);
+          const DeviceArray<float> device_residual(residual), device_weight(weight),
+              wide_added(added), wide_y(y.size());
+          RmsNorm norm{weight.data(), cols};
+          norm.activation = type;
+          if (adds)
+            add_scaled(residual.data(), cols, added.data(), cols, 1.0f, kRows, cols, residual_type);
+          rms_norm(norm, residual.data(), cols, nullptr, 0, y.data(), cols, kRows, cols);
+          norm.weight = device_weight.data();
+          if (codes) {
+            const DeviceArray<uint16_t> code(added.size()), code_y(added.size());
+            narrow_cuda(wide_added.data(), cols, kRows, cols, type, code.data());
+            add_rms_norm_cuda<uint16_t>(norm, residual_type, device_residual.data(),
+                                        adds ? code.data() : nullptr, code_y.data(), kRows, cols);
+            widen_cuda(type, code_y.data(), cols, kRows, cols, wide_y.data());
+          } else {
+            add_rms_norm_cuda<float>(norm, residual_type, device_residual.data(),
+                                     adds ? wide_added.data() : nullptr, wide_y.data(), kRows,
+                                     cols);
+          }
+          CHECK(different_floats(wide_y.get(), y) == "");
+          CHECK(different_floats(device_residual.get(), residual) == "");
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("gpu: rms_norm is the FP64 equation within the bound of its operations") {
   if (!gpu()) return;
   std::mt19937 random(82);
@@ -370,6 +523,13 @@ TEST_CASE("gpu: rows of an embedding, and narrowing of strided rows") {
         DeviceArray<std::byte> device_codes(codes.size());
         narrow_cuda(device_values.data(), stride, 11, cols, type, device_codes.data());
         CHECK(different_bytes(device_codes.get(), codes) == "");
+
+        std::vector<float> wide(static_cast<size_t>(11 * cols));
+        for (int64_t r = 0; r < 11; ++r)
+          widen({stored.data(), type, 11, cols, stride}, r, wide.data() + r * cols);
+        const DeviceArray<float> device_wide(wide.size());
+        widen_cuda(type, device_stored.data(), stride, 11, cols, device_wide.data());
+        CHECK(different_floats(device_wide.get(), wide) == "");
       }
     }
   }
@@ -478,5 +638,11 @@ TEST_CASE("gpu: wrong shapes are refused as on the host") {
   CHECK_THROWS_AS(rms_norm_cuda({nullptr, 16}, x.data(), 16, nullptr, 0, x.data(), 16, 1, 16),
                   std::invalid_argument);
   CHECK_THROWS_AS(rotary_apply_cuda(x.data(), 16, 1, 1, 16, 18, x.data(), x.data()),
+                  std::invalid_argument);
+  DeviceArray<uint16_t> codes(64);
+  CHECK_THROWS_AS(scale_cuda(codes.data(), 16, 2.0f, nullptr, 1, 16, WeightType::fp16),
+                  std::invalid_argument);
+  CHECK_THROWS_AS(add_rms_norm_cuda<uint16_t>({x.data(), 16}, WeightType::fp32, x.data(),
+                                              codes.data(), codes.data(), 1, 16),
                   std::invalid_argument);
 }
