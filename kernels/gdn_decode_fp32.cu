@@ -267,7 +267,8 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
       step.activation == RecordType::bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
   TileWork::each(
-      rows, plan.window, false, layer.key_heads, heads * head_tiles, [&](const TileWork& work) {
+      rows, plan.window, false, use.turns, layer.key_heads, heads * head_tiles,
+      [&](const TileWork& work) {
         const Launch launch{
             {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
              plan.ring_u, plan.beta, plan.window, Divisor(heads)},

@@ -52,15 +52,15 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   const auto scales = [&](auto team, const Unit& unit, std::byte* place) {
     using Team = decltype(team);
     for (int h = Team::rank(); h < heads; h += Team::size()) {
-      reinterpret_cast<float*>(place + at.scale)[h] = *reinterpret_cast<const float*>(
-          p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
+      copy_word(place + at.scale + 4 * h,
+                p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
     }
   };
   {
     const Unit unit(p.units, walk.runs.now);
     unit.template copy_inputs<Team<0>>(at, shared);
-    commit_copies();
     scales(Team<0>(), unit, shared);
+    commit_copies();
     if (warp == warps) {
       finish_copies();
       __syncthreads();
@@ -202,7 +202,7 @@ bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
   TileWork::each(
-      rows, plan.window, skip_flush, layer.key_heads, heads * head_tiles,
+      rows, plan.window, skip_flush, use.turns, layer.key_heads, heads * head_tiles,
       [&](const TileWork& work) {
         const Launch launch{
             {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),

@@ -23,7 +23,7 @@ struct GdnUnitLayout {
   int k_row;  // floats
   // Of a unit, twice. Of a head: records, then the checkpoint's.
   int key, query, key_weights, query_weights, fold_weights, beta, scale, unit;
-  int raw_keys, raw_query, decay, keys, dots, end;
+  int raw_keys, raw_query, decay, raw_beta, keys, dots, end;
 
   __host__ __device__ GdnUnitLayout(int key_dim, int window, int heads, int act_bytes) {
     k_row = key_dim + 4;
@@ -45,6 +45,7 @@ struct GdnUnitLayout {
     raw_keys = take(window * key_dim * act_bytes);
     raw_query = take(key_dim * act_bytes);
     decay = take(4 * window * heads);
+    raw_beta = take(4 * heads);
     keys = take(4 * window * k_row);
     dots = take(8 * window);
     end = at;
@@ -64,7 +65,7 @@ struct GdnUnit {
   __device__ int64_t v_stride() const { return int64_t{p.layer.value_heads} * p.layer.value_dim; }
   __device__ int64_t slot(int j) const { return int64_t{row} * p.window + j; }
 
-  /// Begins to copy raw keys and query and decays.
+  /// Begins to copy raw keys and query, decays and beta.
   template <class Team>
   __device__ void copy_inputs(const GdnUnitLayout& at, std::byte* shared) const {
     const int tid = Team::rank(), threads = Team::size();
@@ -89,6 +90,10 @@ struct GdnUnit {
       copy_word(shared + at.decay + 4 * i,
                 (j == t ? decay : ring_decay + j * p.layer.value_heads) + (i - j * heads));
     }
+    for (int h = tid; h < heads; h += threads) {
+      copy_word(shared + at.raw_beta + 4 * h,
+                p.step.beta + int64_t{row} * p.layer.value_heads + head0 + h);
+    }
   }
 
   /// With `append` the token's k, decay and beta go to the ring. Makes normalised keys and query,
@@ -111,7 +116,7 @@ struct GdnUnit {
     float* query_weights = reinterpret_cast<float*>(unit + at.query_weights);
     float* fold_weights = reinterpret_cast<float*>(unit + at.fold_weights);
     for (int h = tid; h < heads; h += threads) {
-      const float beta = p.step.beta[int64_t{row} * p.layer.value_heads + head0 + h];
+      const float beta = reinterpret_cast<const float*>(shared + at.raw_beta)[h];
       betas[h] = beta;
       if (append) {
         const int64_t to = slot(t) * p.layer.value_heads + head0 + h;

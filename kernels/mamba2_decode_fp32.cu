@@ -278,7 +278,7 @@ bool mamba2_decode_fp32(const Mamba2Layer& layer, const HeadPlan& plan, const De
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
   TileWork::each(
-      rows, plan.window, false, layer.heads / unit_heads, unit_heads * head_tiles,
+      rows, plan.window, false, use.turns, layer.heads / unit_heads, unit_heads * head_tiles,
       [&](const TileWork& work) {
         const Launch launch{
             {layer, rows, step, plan.window, Divisor(unit_heads), Divisor(group_heads)},
