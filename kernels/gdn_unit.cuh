@@ -213,6 +213,16 @@ struct GdnUnit {
   __device__ float rounded_beta(float beta) const {
     return p.beta == RecordType::bf16 ? round_value(DotType::bf16, beta) : beta;
   }
+  /// Begins to copy the token's v of kRows rows, from `first` on.
+  template <int kRows>
+  __device__ void copy_v(int64_t first, std::byte* to) const {
+    const int lane = threadIdx.x & 31;
+    static_assert(kRows / kEach <= 32);
+    if (lane < kRows / kEach) {
+      copy_async(to + 16 * lane,
+                 static_cast<const Act*>(p.step.v) + row * v_stride() + first + lane * kEach);
+    }
+  }
   /// Begins to copy the corrections of the ring's records of kRows rows, from `first` of a record's
   /// on, to [records, kRows].
   template <int kRows>
