@@ -414,6 +414,13 @@ bool mamba2_decode_fp32(const Mamba2Layer& layer, const HeadPlan& plan, const De
 bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                      const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
 
+/// The same sizes and plans where the checkpoints are few enough for the time of one to count
+/// (kFewMamba2Bytes, kFewGdnBytes). False where they are not, or the window is too long.
+bool mamba2_decode_few(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
+                       const DecodeStates& states, const Mamba2DecodeStep& step, CudaStream stream);
+bool gdn_decode_few(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
+                    const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
+
 /// Blocks of 16 columns with E4M3 scales under one FP32 scale.
 inline bool is_nvfp4(const FormatDescriptor& d, const PackedLayout& l) {
   return d.element == ElementKind::floating && d.number == kE2m1 &&

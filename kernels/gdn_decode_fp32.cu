@@ -256,6 +256,7 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
       (n != 64 && n != 128 && n != 256) || reinterpret_cast<uintptr_t>(step.v) % 16 != 0) {
     return false;
   }
+  if (gdn_decode_few(layer, plan, rows, states, step, stream)) return true;
   const int heads = layer.value_heads / layer.key_heads, head_tiles = layer.value_dim / kTileRows,
             most = std::min(rows.rows, kMostTileRows);
   const GdnUnitLayout at(n, plan.window, heads, step.activation == RecordType::bf16 ? 2 : 4);

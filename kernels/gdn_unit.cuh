@@ -96,6 +96,23 @@ struct GdnUnit {
     }
   }
 
+  /// Of a row of keys or queries the thread's elements, part + 16 m with part = threadIdx.x % 16,
+  /// normalised and times `scale`. Sixteen threads have a row; the whole warp takes part.
+  static __device__ __forceinline__ void normalise(const Act* x, float scale,
+                                                   float (&value)[kN16]) {
+    const int part = threadIdx.x & 15;
+    float squares = 0.0f;
+#pragma unroll
+    for (int m = 0; m < kN16; ++m) value[m] = to_float(x[part + 16 * m]);
+#pragma unroll
+    for (int m = 0; m < kN16; ++m) squares = __fmaf_rn(value[m], value[m], squares);
+#pragma unroll
+    for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
+    const float factor = scale / sqrtf(squares + 1e-6f);
+#pragma unroll
+    for (int m = 0; m < kN16; ++m) value[m] = value[m] * factor;
+  }
+
   /// With `append` the token's k, decay and beta go to the ring. Makes normalised keys and query,
   /// and of every record the negative weight of its u in this token's u, its weight in the output
   /// and its decay, from inputs that have come; ends with the team's barrier.
@@ -135,22 +152,15 @@ struct GdnUnit {
 #pragma unroll 2
     for (int base = 0; base < t + 2; base += threads / 16) {
       const int part = tid & 15, i = base + (tid >> 4), j = min(i, t + 1);
-      const Act* x = j <= t ? raw_keys + j * kKeyDim : raw_query;
-      float value[kN16], squares = 0.0f;
-#pragma unroll
-      for (int m = 0; m < kN16; ++m) value[m] = to_float(x[part + 16 * m]);
-#pragma unroll
-      for (int m = 0; m < kN16; ++m) squares = __fmaf_rn(value[m], value[m], squares);
-#pragma unroll
-      for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
+      float value[kN16];
+      normalise(j <= t ? raw_keys + j * kKeyDim : raw_query, j <= t ? 1.0f : p.query_scale, value);
       if (i > t + 1) continue;
-      const float factor = (j <= t ? 1.0f : p.query_scale) / sqrtf(squares + 1e-6f);
       float* to = j <= t ? keys + j * at.k_row : query;
 #pragma unroll
-      for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m] * factor;
+      for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m];
       if (j != t) continue;
 #pragma unroll
-      for (int m = 0; m < kN16; ++m) key[part + 16 * m] = value[m] * factor;
+      for (int m = 0; m < kN16; ++m) key[part + 16 * m] = value[m];
     }
     Team::meet();
     // k_t . k_j and q_t . k_j, one chain a thread, by the first warps; decays by the others.
