@@ -43,24 +43,25 @@ class Divisor {
 constexpr int kMostTileRows = 1024;  // of a launch
 
 /// The tiles of a launch: rows first_row .. of row_units units of `tiles` tiles; those of rows that
-/// flush with `skip_flush` are another kernel's.
+/// flush with `skip_flush` are another kernel's. The `turns` blocks of a multiprocessor flush one
+/// after the other, while the others read.
 struct TileWork {
   const int32_t* pending = nullptr;
   int first_row = 0, rows = 0, window = 0;
   bool skip_flush = false;
+  int turns = 1;
   Divisor row_units, tiles;
 
-  int units() const { return rows * row_units; }
   /// Calls launch(work) for the rows of a step, as many at a time as a launch takes.
   template <class Start>
-  static void each(const DecodeRows& rows, int window, bool skip_flush, int row_units, int tiles,
-                   Start&& launch) {
+  static void each(const DecodeRows& rows, int window, bool skip_flush, int turns, int row_units,
+                   int tiles, Start&& launch) {
     const int64_t row_tiles = int64_t{row_units} * tiles;
     const int most = static_cast<int>(std::clamp<int64_t>(
         (int64_t{1} << 31) / (row_tiles * std::max(row_units, tiles)), 1, kMostTileRows));
     for (int first = 0; first < rows.rows; first += most) {
       launch(TileWork{rows.pending, first, std::min(most, rows.rows - first), window, skip_flush,
-                      Divisor(row_units), Divisor(tiles)});
+                      turns, Divisor(row_units), Divisor(tiles)});
     }
   }
 };
@@ -78,7 +79,9 @@ struct TileRun {
 /// behind the others, as 64 (row - first_row) + records in the ring.
 struct TileShare {
   const TileWork* work;
-  const int* bounds;  // begin, end of the flushing tiles; of the rest of the others; whole units
+  // Begin, end of the flushing tiles; of the rest of the others; whole units; of them, those before
+  // the flushing tiles.
+  const int* bounds;
   const uint16_t* order;
 
   /// Bytes of shared memory.
@@ -128,7 +131,10 @@ struct TileShare {
         int* limits = reinterpret_cast<int*>(memory);
         limits[2 * lane] = begin;
         limits[2 * lane + 1] = begin + each + (place < more ? 1 : 0);
-        if (lane == 1) limits[4] = whole / blocks;
+        if (lane == 1) {
+          limits[4] = whole / blocks;
+          limits[5] = whole / blocks * (block * w.turns / blocks) / w.turns;
+        }
       }
     }
     __syncthreads();
@@ -138,13 +144,18 @@ struct TileShare {
 /// The runs of a block in turn.
 struct TileRuns {
   TileShare share;
-  int at, end, taken = 0;
+  int at = 0, end = 0, taken = 0;
+  bool flushed = false;
   TileRun now;
 
-  __device__ explicit TileRuns(const TileShare& share)
-      : share(share), at(share.bounds[0]), end(share.bounds[1]) {}
+  __device__ explicit TileRuns(const TileShare& share) : share(share) {}
   __device__ void move() {
     const TileWork& w = *share.work;
+    if (at == end && !flushed && taken == share.bounds[5]) {
+      flushed = true;
+      at = share.bounds[0];
+      end = share.bounds[1];
+    }
     if (at == end) {
       const int whole = share.bounds[4];
       if (taken < whole) {
@@ -347,7 +358,7 @@ __device__ __forceinline__ void count_odd(const float4& v, uint32_t* non_finite,
 
 /// How a launch uses the current device; warps is 0 where it does not fit.
 struct TileLaunch {
-  int warps = 0, blocks = 0;
+  int warps = 0, blocks = 0, turns = 1;  // turns: blocks of a multiprocessor
   size_t shared = 0;
 
   /// `fixed` bytes of a block and `ring` of a warp that takes tiles; up to `most_blocks` blocks of
@@ -365,6 +376,7 @@ struct TileLaunch {
       const int warps = std::min(most_warps, room / static_cast<int>(ring));
       if (warps < (blocks > 1 ? 4 : 1)) continue;
       launch.warps = warps;
+      launch.turns = blocks;
       const int64_t most = int64_t{units} * ((tiles + warps - 1) / warps);
       launch.blocks = static_cast<int>(std::min<int64_t>(most, blocks * count));
       launch.shared = fixed + static_cast<size_t>(warps) * ring;
@@ -401,6 +413,13 @@ bool mamba2_decode_fp32(const Mamba2Layer& layer, const HeadPlan& plan, const De
                         CudaStream stream);
 bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                      const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
+
+/// The same sizes and plans where the checkpoints are few enough for the time of one to count
+/// (kFewMamba2Bytes, kFewGdnBytes). False where they are not, or the window is too long.
+bool mamba2_decode_few(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
+                       const DecodeStates& states, const Mamba2DecodeStep& step, CudaStream stream);
+bool gdn_decode_few(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
+                    const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
 
 /// Blocks of 16 columns with E4M3 scales under one FP32 scale.
 inline bool is_nvfp4(const FormatDescriptor& d, const PackedLayout& l) {

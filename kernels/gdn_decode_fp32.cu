@@ -23,10 +23,10 @@ struct Launch {
   Divisor head_tiles;
 };
 
-/// Bytes of a step of a tile, and of a warp: corrections of the ring, behind them its places.
+/// Bytes of a step of a tile, and of a warp: corrections of the ring and v, behind them its places.
 __host__ __device__ constexpr int place_bytes(int key_dim) { return kFlushRows * 4 * key_dim; }
-__host__ __device__ constexpr int warp_bytes(int key_dim, int window, int u_bytes) {
-  return kTileRows * window * u_bytes + kPlaces * place_bytes(key_dim);
+__host__ __device__ constexpr int warp_bytes(int key_dim, int window, int u_bytes, int act_bytes) {
+  return kTileRows * (window * u_bytes + act_bytes) + kPlaces * place_bytes(key_dim);
 }
 
 template <class Act, int kKeyDim>
@@ -44,9 +44,10 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   const GdnUnitLayout at(kKeyDim, window, heads, sizeof(Act));
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5,
             warps = static_cast<int>(blockDim.x >> 5) - 1,
-            own_bytes = warp_bytes(kKeyDim, window, u_bytes);
+            own_bytes = warp_bytes(kKeyDim, window, u_bytes, sizeof(Act));
   std::byte* us = shared + at.end + warp * own_bytes;
-  std::byte* ring = us + kTileRows * window * u_bytes;
+  std::byte* own_v = us + kTileRows * window * u_bytes;
+  std::byte* ring = own_v + kTileRows * sizeof(Act);
   if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
   const TileShare share(p.work, shared + at.end + warps * own_bytes);
   const PreparedPlaces prepared{barriers};
@@ -126,12 +127,12 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       const int h = walk.tile / p.head_tiles, head_tile = walk.tile - h * p.head_tiles;
       const int64_t first =
           int64_t{head0 + h} * value_dim + head_tile * kTileRows;  // row of the tile
-      // The ring's corrections of the tile's rows go with the copies of its first step.
+      // The ring's corrections of the tile's rows and v go with the copies of its first step.
       __syncwarp();
       unit.template copy_corrections<kTileRows>(first, us);
+      unit.template copy_v<kTileRows>(first, own_v);
       const auto stored = [&](int j, int i) { return load_record(ring_u, us, j * kTileRows + i); };
-      const float v =
-          to_float(static_cast<const Act*>(p.units.step.v)[row * v_stride + first + lane]);
+      const auto v_of = [&](int i) { return to_float(reinterpret_cast<const Act*>(own_v)[i]); };
       const float beta = unit.rounded_beta(betas[h]);
       const float *key_weight = key_weights + h * (window + 1),
                   *query_weight = query_weights + h * (window + 1);
@@ -153,6 +154,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
             with_query = chain(load4(q + 4 * chunk), s, with_query);
           }
         }
+        const float v = v_of(lane);
         float rest = __fmaf_rn(key_weight[window], with_key, v),
               o = query_weight[window] * with_query;
 #pragma unroll 4
@@ -194,8 +196,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
           return sum;
         };
         const int skip = step * kFlushRows;
-        float rest =
-            __fmaf_rn(key_weight[window], read(own_key), __shfl_sync(0xFFFFFFFFu, v, skip + r));
+        float rest = __fmaf_rn(key_weight[window], read(own_key), v_of(skip + r));
 #pragma unroll 4
         for (int j = 0; j < t; ++j) rest = __fmaf_rn(key_weight[j], stored(j, skip + r), rest);
         const float last_u = __shfl_sync(0xFFFFFFFFu, beta * rest, q);
@@ -252,13 +253,15 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
   const bool stored = plan.gdn_fold == GdnFold::cached || plan.ring_u == RecordType::fp32;
   if (plan.read || !is_plain_fp32(*plan.recurrence.format) || plan.dot != DotType::fp32 ||
       plan.flush_output != FlushOutput::recurrence || !stored || layer.value_dim % kTileRows != 0 ||
-      (n != 64 && n != 128 && n != 256)) {
+      (n != 64 && n != 128 && n != 256) || reinterpret_cast<uintptr_t>(step.v) % 16 != 0) {
     return false;
   }
+  if (gdn_decode_few(layer, plan, rows, states, step, stream)) return true;
   const int heads = layer.value_heads / layer.key_heads, head_tiles = layer.value_dim / kTileRows,
             most = std::min(rows.rows, kMostTileRows);
   const GdnUnitLayout at(n, plan.window, heads, step.activation == RecordType::bf16 ? 2 : 4);
-  const int warp = warp_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4);
+  const int warp = warp_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4,
+                              step.activation == RecordType::bf16 ? 2 : 4);
   const TileLaunch use = TileLaunch::fit(static_cast<size_t>(at.end) + TileShare::bytes(most),
                                          static_cast<size_t>(warp), most * layer.key_heads,
                                          heads * head_tiles, kMostBlocks, kMostWarps);
@@ -267,7 +270,8 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
       step.activation == RecordType::bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
   TileWork::each(
-      rows, plan.window, false, layer.key_heads, heads * head_tiles, [&](const TileWork& work) {
+      rows, plan.window, false, use.turns, layer.key_heads, heads * head_tiles,
+      [&](const TileWork& work) {
         const Launch launch{
             {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
              plan.ring_u, plan.beta, plan.window, Divisor(heads)},

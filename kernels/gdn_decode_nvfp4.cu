@@ -22,9 +22,9 @@ struct Launch {
   Divisor head_tiles;
 };
 
-/// Bytes of a tile: codes, scales, the ring's corrections.
-__host__ __device__ constexpr int place_bytes(int key_dim, int window, int u_bytes) {
-  return kTileRows * (key_dim / 2 + key_dim / 16 + window * u_bytes);
+/// Bytes of a tile: codes, scales, v, the ring's corrections.
+__host__ __device__ constexpr int place_bytes(int key_dim, int window, int u_bytes, int act_bytes) {
+  return kTileRows * (key_dim / 2 + key_dim / 16 + act_bytes + window * u_bytes);
 }
 
 template <class Act, int kN16>
@@ -33,13 +33,14 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ uint64_t barriers[4];
   constexpr int kKeyDim = 16 * kN16, kCodeBytes = kTileRows * kKeyDim / 2,
-                kScaleBytes = kTileRows * kN16;
+                kScaleBytes = kTileRows * kN16, kVBytes = kTileRows * sizeof(Act);
   using Unit = GdnUnit<Act, kKeyDim>;
   const GdnLayer& layer = p.units.layer;
   const int value_dim = layer.value_dim, heads = p.units.heads, window = p.units.window;
   const RecordType ring_u = p.units.ring_u;
   const GdnUnitLayout at(kKeyDim, window, heads, sizeof(Act));
-  const int place_size = place_bytes(kKeyDim, window, ring_u == RecordType::bf16 ? 2 : 4);
+  const int place_size =
+      place_bytes(kKeyDim, window, ring_u == RecordType::bf16 ? 2 : 4, sizeof(Act));
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5,
             warps = static_cast<int>(blockDim.x >> 5) - 1;
   std::byte* ring = shared + at.end + warp * (kPlaces * place_size);
@@ -52,15 +53,15 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   const auto scales = [&](auto team, const Unit& unit, std::byte* place) {
     using Team = decltype(team);
     for (int h = Team::rank(); h < heads; h += Team::size()) {
-      reinterpret_cast<float*>(place + at.scale)[h] = *reinterpret_cast<const float*>(
-          p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
+      copy_word(place + at.scale + 4 * h,
+                p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
     }
   };
   {
     const Unit unit(p.units, walk.runs.now);
     unit.template copy_inputs<Team<0>>(at, shared);
-    commit_copies();
     scales(Team<0>(), unit, shared);
+    commit_copies();
     if (warp == warps) {
       finish_copies();
       __syncthreads();
@@ -85,8 +86,9 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     }
     for (int i = lane; i < kScaleBytes / 16; i += 32)
       copy_async(to + kCodeBytes + 16 * i, from + p.scales + row * kN16 + 16 * i);
-    unit.template copy_corrections<kTileRows>(int64_t{head} * value_dim + row,
-                                              to + kCodeBytes + kScaleBytes);
+    const int64_t first = int64_t{head} * value_dim + row;
+    unit.template copy_v<kTileRows>(first, to + kCodeBytes + kScaleBytes);
+    unit.template copy_corrections<kTileRows>(first, to + kCodeBytes + kScaleBytes + kVBytes);
   };
   TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
   wait_before_ring<kPlaces>();
@@ -116,7 +118,6 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
           int64_t{unit.head0 + h} * value_dim + (walk.tile - h * p.head_tiles) * kTileRows + lane;
       const int64_t here = unit.row * unit.v_stride() + first,
                     appended = unit.slot(t) * unit.v_stride() + first;
-      const float v = to_float(static_cast<const Act*>(p.units.step.v)[here]);
       const float outer = 128.0f * reinterpret_cast<const float*>(of_unit + at.scale)[h];
       float with_key = 0.0f, with_query = 0.0f;
       bool nan = false;
@@ -150,7 +151,9 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
                       reinterpret_cast<const float*>(of_unit + at.key_weights) + h * (window + 1),
                   *query_weight =
                       reinterpret_cast<const float*>(of_unit + at.query_weights) + h * (window + 1);
-      const std::byte* us = packed + kCodeBytes + kScaleBytes;
+      const std::byte* us = packed + kCodeBytes + kScaleBytes + kVBytes;
+      const float v =
+          to_float(reinterpret_cast<const Act*>(packed + kCodeBytes + kScaleBytes)[lane]);
       float rest = __fmaf_rn(key_weight[window], with_key, v),
             o = query_weight[window] * with_query;
 #pragma unroll 4
@@ -187,14 +190,15 @@ bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
   const int n = layer.key_dim, heads = layer.value_heads / layer.key_heads;
   const PackedLayout l = packed_layout(d, layer.value_dim, n);
   if (!is_nvfp4(d, l) || (n != 64 && n != 128 && n != 256) || l.scales % 16 != 0 ||
-      layer.value_dim % kTileRows != 0) {
+      layer.value_dim % kTileRows != 0 || reinterpret_cast<uintptr_t>(step.v) % 16 != 0) {
     return false;
   }
   const bool bf16 = step.activation == RecordType::bf16,
              skip_flush = plan.flush_output == FlushOutput::recurrence;
   const int head_tiles = layer.value_dim / kTileRows, most = std::min(rows.rows, kMostTileRows);
   const GdnUnitLayout at(n, plan.window, heads, bf16 ? 2 : 4);
-  const int place = place_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4);
+  const int place =
+      place_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4, bf16 ? 2 : 4);
   const TileLaunch use = TileLaunch::fit(
       static_cast<size_t>(at.end) + TileShare::bytes(most), static_cast<size_t>(kPlaces * place),
       most * layer.key_heads, heads * head_tiles, kMostBlocks, kMostWarps);
@@ -202,7 +206,7 @@ bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
   TileWork::each(
-      rows, plan.window, skip_flush, layer.key_heads, heads * head_tiles,
+      rows, plan.window, skip_flush, use.turns, layer.key_heads, heads * head_tiles,
       [&](const TileWork& work) {
         const Launch launch{
             {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),

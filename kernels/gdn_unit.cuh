@@ -23,7 +23,7 @@ struct GdnUnitLayout {
   int k_row;  // floats
   // Of a unit, twice. Of a head: records, then the checkpoint's.
   int key, query, key_weights, query_weights, fold_weights, beta, scale, unit;
-  int raw_keys, raw_query, decay, keys, dots, end;
+  int raw_keys, raw_query, decay, raw_beta, keys, dots, end;
 
   __host__ __device__ GdnUnitLayout(int key_dim, int window, int heads, int act_bytes) {
     k_row = key_dim + 4;
@@ -45,6 +45,7 @@ struct GdnUnitLayout {
     raw_keys = take(window * key_dim * act_bytes);
     raw_query = take(key_dim * act_bytes);
     decay = take(4 * window * heads);
+    raw_beta = take(4 * heads);
     keys = take(4 * window * k_row);
     dots = take(8 * window);
     end = at;
@@ -64,7 +65,7 @@ struct GdnUnit {
   __device__ int64_t v_stride() const { return int64_t{p.layer.value_heads} * p.layer.value_dim; }
   __device__ int64_t slot(int j) const { return int64_t{row} * p.window + j; }
 
-  /// Begins to copy raw keys and query and decays.
+  /// Begins to copy raw keys and query, decays and beta.
   template <class Team>
   __device__ void copy_inputs(const GdnUnitLayout& at, std::byte* shared) const {
     const int tid = Team::rank(), threads = Team::size();
@@ -89,6 +90,27 @@ struct GdnUnit {
       copy_word(shared + at.decay + 4 * i,
                 (j == t ? decay : ring_decay + j * p.layer.value_heads) + (i - j * heads));
     }
+    for (int h = tid; h < heads; h += threads) {
+      copy_word(shared + at.raw_beta + 4 * h,
+                p.step.beta + int64_t{row} * p.layer.value_heads + head0 + h);
+    }
+  }
+
+  /// Of a row of keys or queries the thread's elements, part + 16 m with part = threadIdx.x % 16,
+  /// normalised and times `scale`. Sixteen threads have a row; the whole warp takes part.
+  static __device__ __forceinline__ void normalise(const Act* x, float scale,
+                                                   float (&value)[kN16]) {
+    const int part = threadIdx.x & 15;
+    float squares = 0.0f;
+#pragma unroll
+    for (int m = 0; m < kN16; ++m) value[m] = to_float(x[part + 16 * m]);
+#pragma unroll
+    for (int m = 0; m < kN16; ++m) squares = __fmaf_rn(value[m], value[m], squares);
+#pragma unroll
+    for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
+    const float factor = scale / sqrtf(squares + 1e-6f);
+#pragma unroll
+    for (int m = 0; m < kN16; ++m) value[m] = value[m] * factor;
   }
 
   /// With `append` the token's k, decay and beta go to the ring. Makes normalised keys and query,
@@ -111,7 +133,7 @@ struct GdnUnit {
     float* query_weights = reinterpret_cast<float*>(unit + at.query_weights);
     float* fold_weights = reinterpret_cast<float*>(unit + at.fold_weights);
     for (int h = tid; h < heads; h += threads) {
-      const float beta = p.step.beta[int64_t{row} * p.layer.value_heads + head0 + h];
+      const float beta = reinterpret_cast<const float*>(shared + at.raw_beta)[h];
       betas[h] = beta;
       if (append) {
         const int64_t to = slot(t) * p.layer.value_heads + head0 + h;
@@ -130,22 +152,15 @@ struct GdnUnit {
 #pragma unroll 2
     for (int base = 0; base < t + 2; base += threads / 16) {
       const int part = tid & 15, i = base + (tid >> 4), j = min(i, t + 1);
-      const Act* x = j <= t ? raw_keys + j * kKeyDim : raw_query;
-      float value[kN16], squares = 0.0f;
-#pragma unroll
-      for (int m = 0; m < kN16; ++m) value[m] = to_float(x[part + 16 * m]);
-#pragma unroll
-      for (int m = 0; m < kN16; ++m) squares = __fmaf_rn(value[m], value[m], squares);
-#pragma unroll
-      for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
+      float value[kN16];
+      normalise(j <= t ? raw_keys + j * kKeyDim : raw_query, j <= t ? 1.0f : p.query_scale, value);
       if (i > t + 1) continue;
-      const float factor = (j <= t ? 1.0f : p.query_scale) / sqrtf(squares + 1e-6f);
       float* to = j <= t ? keys + j * at.k_row : query;
 #pragma unroll
-      for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m] * factor;
+      for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m];
       if (j != t) continue;
 #pragma unroll
-      for (int m = 0; m < kN16; ++m) key[part + 16 * m] = value[m] * factor;
+      for (int m = 0; m < kN16; ++m) key[part + 16 * m] = value[m];
     }
     Team::meet();
     // k_t . k_j and q_t . k_j, one chain a thread, by the first warps; decays by the others.
@@ -207,6 +222,16 @@ struct GdnUnit {
   }
   __device__ float rounded_beta(float beta) const {
     return p.beta == RecordType::bf16 ? round_value(DotType::bf16, beta) : beta;
+  }
+  /// Begins to copy the token's v of kRows rows, from `first` on.
+  template <int kRows>
+  __device__ void copy_v(int64_t first, std::byte* to) const {
+    const int lane = threadIdx.x & 31;
+    static_assert(kRows / kEach <= 32);
+    if (lane < kRows / kEach) {
+      copy_async(to + 16 * lane,
+                 static_cast<const Act*>(p.step.v) + row * v_stride() + first + lane * kEach);
+    }
   }
   /// Begins to copy the corrections of the ring's records of kRows rows, from `first` of a record's
   /// on, to [records, kRows].

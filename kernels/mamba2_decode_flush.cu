@@ -281,7 +281,7 @@ bool mamba2_flush_rows(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
   CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
   CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared));
   const FormatDescriptor& read = plan.read ? plan.read->format->descriptor : d;
-  TileWork::each(rows, plan.window, false, layer.heads, 1, [&](const TileWork& work) {
+  TileWork::each(rows, plan.window, false, 1, layer.heads, 1, [&](const TileWork& work) {
     const Launch launch{layer,
                         rows,
                         states,

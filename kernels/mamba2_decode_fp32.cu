@@ -260,6 +260,7 @@ bool mamba2_decode_fp32(const Mamba2Layer& layer, const HeadPlan& plan, const De
       plan.flush_output != FlushOutput::recurrence || (n != 64 && n != 128 && n != 256)) {
     return false;
   }
+  if (mamba2_decode_few(layer, plan, rows, states, step, stream)) return true;
   const bool bf16 = step.activation == RecordType::bf16;
   const size_t place = static_cast<size_t>(place_bytes(n, plan.window, bf16 ? 2 : 4));
   const int most = std::min(rows.rows, kMostTileRows), head_tiles = layer.head_dim / kTileRows;
@@ -278,7 +279,7 @@ bool mamba2_decode_fp32(const Mamba2Layer& layer, const HeadPlan& plan, const De
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
   TileWork::each(
-      rows, plan.window, false, layer.heads / unit_heads, unit_heads * head_tiles,
+      rows, plan.window, false, use.turns, layer.heads / unit_heads, unit_heads * head_tiles,
       [&](const TileWork& work) {
         const Launch launch{
             {layer, rows, step, plan.window, Divisor(unit_heads), Divisor(group_heads)},

@@ -22,69 +22,8 @@ struct Launch {
 
 /// Bytes of a tile: codes, scales, the records' x.
 __host__ __device__ constexpr int place_bytes(int state_dim, int window, int act_bytes) {
-  return kTileRows * (state_dim / 2 + state_dim / 16 + (window + 3) / 4 * 4 * act_bytes);
+  return kTileRows * (state_dim / 2 + state_dim / 16 + window * act_bytes);
 }
-
-/// What a warp copies (TileCopies). A thread's 16 bytes are all of the same run of rows.
-template <class Act, int kN16>
-struct Source {
-  static constexpr int kCodeRun = kRunRows * 8 * kN16, kScaleRun = kRunRows * kN16,
-                       kCodeBytes = kRuns * kCodeRun, kScaleBytes = kRuns * kScaleRun;
-  using Unit = Mamba2Unit<Act, 16 * kN16>;
-  static constexpr int kXChunks = kRunRows / Unit::kEach;
-  const Launch& p;
-  std::byte* ring;
-  int place_size, unit_runs;
-  const std::byte* packed = nullptr;  // the unit's
-  const Act* x[2] = {};               // of the thread's first records
-  int chunks = 0;                     // 16 bytes of x each
-  TileRun run = {};
-
-  __device__ void enter(const TileRun& next) {
-    run = next;
-    const Unit unit(p.units, run);
-    packed = p.read + unit.row * p.row_stride + unit.head0 * p.head_stride;
-    chunks = (run.t + 1) * kXChunks;
-    const int nth = (threadIdx.x & 31) / kRuns;
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      if (nth + 8 * k < chunks) x[k] = x_chunk(unit, nth + 8 * k);
-    }
-  }
-  __device__ const Act* x_chunk(const Unit& unit, int i) const {
-    return unit.x_of(i / kXChunks) + int64_t{unit.head0} * p.units.layer.head_dim +
-           i % kXChunks * Unit::kEach;
-  }
-  __device__ void copy(int tile, int, int place) const {
-    const int lane = threadIdx.x & 31, own_run = lane % kRuns, nth = lane / kRuns,
-              nth_run = min(tile * kRuns + own_run, unit_runs - 1), h = nth_run / p.head_runs,
-              row_run = nth_run - h * p.head_runs;
-    const std::byte* head = packed + h * p.head_stride;
-    const std::byte* from = head + row_run * kCodeRun + 16 * nth;
-    std::byte* to = ring + place * place_size;
-#pragma unroll
-    for (int i = 0; i < kN16 / 2; ++i) {
-      const int chunk = nth + 8 * i, r = chunk / (kN16 / 2), column = chunk % (kN16 / 2);
-      copy_async(to + 16 * nvfp4_chunk<kN16>(own_run * kRunRows + r, column), from + 128 * i);
-    }
-    if (nth < kN16 / 2) {
-      copy_async(to + kCodeBytes + own_run * kScaleRun + 16 * nth,
-                 head + p.scales + row_run * kScaleRun + 16 * nth);
-    }
-    const int64_t first = int64_t{nth_run} * kRunRows;
-    to += kCodeBytes + kScaleBytes + own_run * (kRunRows * sizeof(Act));
-    const auto place_of = [&](int i) {
-      return to + (i / kXChunks * kTileRows + i % kXChunks * Unit::kEach) * sizeof(Act);
-    };
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      if (nth + 8 * k < chunks) copy_async(place_of(nth + 8 * k), x[k] + first);
-    }
-    if (chunks <= 16) return;
-    const Unit unit(p.units, run);
-    for (int i = nth + 16; i < chunks; i += 8) copy_async(place_of(i), x_chunk(unit, i) + first);
-  }
-};
 
 template <class Act, int kN16>
 __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
@@ -114,8 +53,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     using Team = decltype(team);
     const Unit unit(p.units, run);
     for (int h = Team::rank(); h < heads; h += Team::size()) {
-      reinterpret_cast<float*>(place + at.scale)[h] = *reinterpret_cast<const float*>(
-          p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
+      copy_word(place + at.scale + 4 * h,
+                p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
     }
     unit.template prepare<Team>(at, unit.t + 1 < window, false, place, dots);
   };
@@ -131,8 +70,35 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     }
     return;
   }
-  TileCopies<kPlaces, 1, Source<Act, kN16>> copies(
-      share, warp, warps, Source<Act, kN16>{p, ring, place_size, unit_runs});
+  const auto copy = [&](const TileRun& of, int tile, int, int place) {
+    const Unit unit(p.units, of);
+    // A thread's 16 bytes are all of the same run of rows.
+    const int own_run = lane % kRuns, nth = lane / kRuns,
+              run = min(tile * kRuns + own_run, unit_runs - 1);
+    const int h = run / p.head_runs, row = (run - h * p.head_runs) * kRunRows,
+              head = unit.head0 + h;
+    const std::byte* from = p.read + unit.row * p.row_stride + head * p.head_stride;
+    std::byte* to = ring + place * place_size;
+#pragma unroll
+    for (int i = 0; i < kN16 / 2; ++i) {
+      const int chunk = nth + 8 * i, r = chunk / (kN16 / 2), column = chunk % (kN16 / 2);
+      copy_async(to + 16 * nvfp4_chunk<kN16>(own_run * kRunRows + r, column),
+                 from + row * (kStateDim / 2) + 16 * chunk);
+    }
+    if (nth < kN16 / 2) {
+      copy_async(to + kCodeBytes + own_run * (kRunRows * kN16) + 16 * nth,
+                 from + p.scales + row * kN16 + 16 * nth);
+    }
+    constexpr int kXChunks = kRunRows / Unit::kEach;
+    const int64_t first = int64_t{head} * head_dim + row;
+    for (int i = nth; i < (of.t + 1) * kXChunks; i += 32 / kRuns) {
+      const int j = i / kXChunks, part = i % kXChunks;
+      copy_async(to + kCodeBytes + kScaleBytes +
+                     (j * kTileRows + own_run * kRunRows + part * Unit::kEach) * sizeof(Act),
+                 unit.x_of(j) + first + part * Unit::kEach);
+    }
+  };
+  TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
   prepare(Team<0>(), walk.runs.now, shared);
 
   const uint32_t unit_matrix = unit_part();
@@ -193,7 +159,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       const float* weight = all_weights + h * at.weight_row;
       const Act* x = reinterpret_cast<const Act*>(packed + kCodeBytes + kScaleBytes) + lane;
       float y = weight[window] * total;
-      y = add_records<kTileRows>(weight, x, t, y);
+#pragma unroll 4
+      for (int j = 0; j <= t; ++j) y = __fmaf_rn(weight[j], to_float(x[j * kTileRows]), y);
       if (run >= unit_runs) continue;
       if (layer.skip) {
         y = __fmaf_rn(reinterpret_cast<const float*>(of_unit + at.skip)[h],
@@ -240,19 +207,20 @@ bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
   if (use.warps == 0) return false;
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, use.shared);
-  TileWork::each(rows, plan.window, skip_flush, layer.groups, tiles, [&](const TileWork& work) {
-    const Launch launch{{layer, rows, step, plan.window, Divisor(heads), Divisor(heads)},
-                        work,
-                        plan.read ? states.read : states.recurrence,
-                        plan.read ? states.read_row_stride : states.row_stride,
-                        plan.read ? states.read_head_stride : states.head_stride,
-                        l.scales,
-                        l.outer,
-                        Divisor(head_runs)};
-    kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
-             use.shared, stream>>>(launch);
-    CUDA_CHECK(cudaGetLastError());
-  });
+  TileWork::each(
+      rows, plan.window, skip_flush, use.turns, layer.groups, tiles, [&](const TileWork& work) {
+        const Launch launch{{layer, rows, step, plan.window, Divisor(heads), Divisor(heads)},
+                            work,
+                            plan.read ? states.read : states.recurrence,
+                            plan.read ? states.read_row_stride : states.row_stride,
+                            plan.read ? states.read_head_stride : states.head_stride,
+                            l.scales,
+                            l.outer,
+                            Divisor(head_runs)};
+        kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
+                 use.shared, stream>>>(launch);
+        CUDA_CHECK(cudaGetLastError());
+      });
   return true;
 }
 

@@ -94,31 +94,18 @@ struct Mamba2Unit {
     const int tid = Team::rank(), threads = Team::size(), part = tid & 3;
     const Divisor heads = p.unit_heads;
     const Act* act_c = static_cast<const Act*>(p.step.c) + row * b_stride() + group * kStateDim;
-    float* dts = reinterpret_cast<float*>(unit + at.dt);
-    float* decays = reinterpret_cast<float*>(unit + at.decay);
-    float* skips = reinterpret_cast<float*>(unit + at.skip);
+    const float* dts = reinterpret_cast<const float*>(unit + at.dt);
+    const float* decays = reinterpret_cast<const float*>(unit + at.decay);
     float* weights = reinterpret_cast<float*>(unit + at.weights);
     const float* own_dt = p.step.dt + int64_t{row} * p.layer.heads + head0;
     float* ring_dt = p.step.ring_dt + slot(0) * p.layer.heads + head0;
-#pragma unroll 4
     for (int i = tid; i < (t + 1) * heads; i += threads) {
       const int j = i / heads, h = i - j * heads;
-      const float dt = (j == t ? own_dt : ring_dt + int64_t{j} * p.layer.heads)[h];
-      dts[i] = dt;
-      if (j == t && append) ring_dt[int64_t{j} * p.layer.heads + h] = dt;
+      copy_word(unit + at.dt + 4 * i, (j == t ? own_dt : ring_dt + int64_t{j} * p.layer.heads) + h);
     }
     for (int h = tid; h < heads; h += threads) {
-      decays[h] = p.layer.decay_log2[head0 + h];
-      if (p.layer.skip) skips[h] = p.layer.skip[head0 + h];
-    }
-    for (int i = tid; i < kStateDim / 4; i += threads)
-      store4(reinterpret_cast<float*>(unit + at.c) + 4 * i, four(act_c + 4 * i));
-    if (append && head0 % p.group_heads == 0) {
-      Act* to = static_cast<Act*>(p.step.ring_b) + slot(t) * b_stride() + group * kStateDim;
-      for (int i = tid; i < kChunks; i += threads) {
-        *reinterpret_cast<uint4*>(to + i * kEach) =
-            *reinterpret_cast<const uint4*>(b_of(t) + i * kEach);
-      }
+      copy_word(unit + at.decay + 4 * h, p.layer.decay_log2 + head0 + h);
+      if (p.layer.skip) copy_word(unit + at.skip + 4 * h, p.layer.skip + head0 + h);
     }
     if (fold) {
       float* b = reinterpret_cast<float*>(unit + at.b);
@@ -140,7 +127,21 @@ struct Mamba2Unit {
         if (record <= t && part == 0) dots[j] = product;
       }
     }
+    for (int i = tid; i < kStateDim / 4; i += threads)
+      store4(reinterpret_cast<float*>(unit + at.c) + 4 * i, four(act_c + 4 * i));
+    if (append && head0 % p.group_heads == 0) {
+      Act* to = static_cast<Act*>(p.step.ring_b) + slot(t) * b_stride() + group * kStateDim;
+      for (int i = tid; i < kChunks; i += threads) {
+        *reinterpret_cast<uint4*>(to + i * kEach) =
+            *reinterpret_cast<const uint4*>(b_of(t) + i * kEach);
+      }
+    }
+    finish_copies();
     Team::meet();
+    if (append) {
+      for (int h = tid; h < heads; h += threads)
+        ring_dt[int64_t{t} * p.layer.heads + h] = dts[t * heads + h];
+    }
     for (int i = tid; i < (t + 2) * heads; i += threads) {
       const int j = i / heads, h = i - j * heads;
       const bool carry = j == t + 1;

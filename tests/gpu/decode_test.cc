@@ -67,15 +67,15 @@ struct Sizes {
   int heads, groups, head_dim, state_dim;
 };
 
-void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type) {
-  constexpr int kRows = 5, kSteps = 23;
+void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type, int row_count = 5) {
+  constexpr int kSteps = 23;
   const int window = plan.window, tokens = kSteps + window;
   const StateShape shape{sizes.head_dim, sizes.state_dim};
   std::mt19937 random(81);
-  Stream x(kRows, tokens, sizes.heads * sizes.head_dim),
-      b(kRows, tokens, sizes.groups * sizes.state_dim),
-      c(kRows, tokens, sizes.groups * sizes.state_dim), dt(kRows, tokens, sizes.heads),
-      y(kRows, tokens, sizes.heads * sizes.head_dim);
+  Stream x(row_count, tokens, sizes.heads * sizes.head_dim),
+      b(row_count, tokens, sizes.groups * sizes.state_dim),
+      c(row_count, tokens, sizes.groups * sizes.state_dim), dt(row_count, tokens, sizes.heads),
+      y(row_count, tokens, sizes.heads * sizes.head_dim);
   for (Stream* s : {&x, &b, &c}) {
     for (float& v : s->values) v = bf16_normal(&random);
   }
@@ -117,7 +117,7 @@ void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type) {
     rows[r].move(count);
     done[r] += count;
   };
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < row_count; ++r) {
     rows.emplace_back(shape, sizes.heads, std::vector<HeadPlan>{plan}, std::vector<uint8_t>{},
                       40u + r, &random);
     streams.push_back(40u + r);
@@ -133,16 +133,16 @@ void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type) {
   const DeviceArray<float> ring_dt(dt.ring(pending, window)), device_decay(decay),
       device_skip(skip);
   std::vector<int64_t> positions;
-  for (int r = 0; r < kRows; ++r) positions.push_back(1000 + pending[r]);
+  for (int r = 0; r < row_count; ++r) positions.push_back(1000 + pending[r]);
   const DeviceArray<int32_t> device_pending(std::vector<int32_t>(pending.begin(), pending.end()));
   const DeviceArray<int64_t> device_position(positions);
   const DeviceArray<uint32_t> device_stream(streams);
   const DeviceArray<HeadHealth> health(
-      std::vector<HeadHealth>(static_cast<size_t>(kRows) * sizes.heads));
+      std::vector<HeadHealth>(static_cast<size_t>(row_count) * sizes.heads));
   Mamba2Layer device_layer = layer;
   device_layer.decay_log2 = device_decay.data();
   device_layer.skip = device_skip.data();
-  const DecodeRows device_rows{kRows, device_pending.data(), device_position.data(),
+  const DecodeRows device_rows{row_count, device_pending.data(), device_position.data(),
                                device_stream.data()};
   DecodeStates states;
   states.recurrence = device_recurrence.data();
@@ -170,7 +170,7 @@ void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type) {
     mamba2_decode_cuda(device_layer, plan, device_rows, states, in);
     decode_step_cuda(device_rows, window);
     const std::vector<int> before = done;
-    for (int r = 0; r < kRows; ++r) host_step(r, 1);
+    for (int r = 0; r < row_count; ++r) host_step(r, 1);
     std::vector<float> want = y.slice(before);
     if (type == RecordType::bf16) {
       for (float& v : want) v = round_operand(DotType::bf16, v);
@@ -180,7 +180,7 @@ void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type) {
   }
   std::vector<std::byte> want_recurrence, want_read;
   const std::vector<HeadHealth> got = health.get();
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < row_count; ++r) {
     want_recurrence.insert(want_recurrence.end(), rows[r].recurrence().begin(),
                            rows[r].recurrence().end());
     want_read.insert(want_read.end(), rows[r].read().begin(), rows[r].read().end());
@@ -210,15 +210,16 @@ struct GdnSizes {
   int key_heads, value_heads, value_dim, key_dim;
 };
 
-void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type) {
-  constexpr int kRows = 5, kSteps = 23;
+void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type, int row_count = 5) {
+  constexpr int kSteps = 23;
   const int window = plan.window, tokens = kSteps + window;
   const StateShape shape{sizes.value_dim, sizes.key_dim};
   std::mt19937 random(91);
-  Stream q(kRows, tokens, sizes.key_heads * sizes.key_dim),
-      k(kRows, tokens, sizes.key_heads * sizes.key_dim),
-      v(kRows, tokens, sizes.value_heads * sizes.value_dim), g(kRows, tokens, sizes.value_heads),
-      beta(kRows, tokens, sizes.value_heads), u(kRows, tokens, v.width), o(kRows, tokens, v.width);
+  Stream q(row_count, tokens, sizes.key_heads * sizes.key_dim),
+      k(row_count, tokens, sizes.key_heads * sizes.key_dim),
+      v(row_count, tokens, sizes.value_heads * sizes.value_dim),
+      g(row_count, tokens, sizes.value_heads), beta(row_count, tokens, sizes.value_heads),
+      u(row_count, tokens, v.width), o(row_count, tokens, v.width);
   for (Stream* s : {&q, &k, &v}) {
     for (float& x : s->values) x = bf16_normal(&random);
   }
@@ -255,7 +256,7 @@ void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type) {
     rows[r].move(count);
     done[r] += count;
   };
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < row_count; ++r) {
     rows.emplace_back(shape, sizes.value_heads, std::vector<HeadPlan>{plan}, std::vector<uint8_t>{},
                       40u + r, &random, 0.1f);
     streams.push_back(40u + r);
@@ -271,13 +272,13 @@ void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type) {
       ring_u(as_type(u.ring(pending, window), plan.ring_u));
   const DeviceArray<float> ring_g(g.ring(pending, window)), ring_beta(beta.ring(pending, window));
   std::vector<int64_t> positions;
-  for (int r = 0; r < kRows; ++r) positions.push_back(1000 + pending[r]);
+  for (int r = 0; r < row_count; ++r) positions.push_back(1000 + pending[r]);
   const DeviceArray<int32_t> device_pending(std::vector<int32_t>(pending.begin(), pending.end()));
   const DeviceArray<int64_t> device_position(positions);
   const DeviceArray<uint32_t> device_stream(streams);
   const DeviceArray<HeadHealth> health(
-      std::vector<HeadHealth>(static_cast<size_t>(kRows) * sizes.value_heads));
-  const DecodeRows device_rows{kRows, device_pending.data(), device_position.data(),
+      std::vector<HeadHealth>(static_cast<size_t>(row_count) * sizes.value_heads));
+  const DecodeRows device_rows{row_count, device_pending.data(), device_position.data(),
                                device_stream.data()};
   DecodeStates states;
   states.recurrence = device_recurrence.data();
@@ -308,7 +309,7 @@ void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type) {
     gdn_decode_cuda(layer, plan, device_rows, states, in);
     decode_step_cuda(device_rows, window);
     const std::vector<int> before = done;
-    for (int r = 0; r < kRows; ++r) host_step(r, 1);
+    for (int r = 0; r < row_count; ++r) host_step(r, 1);
     std::vector<float> want = o.slice(before);
     if (type == RecordType::bf16) {
       for (float& x : want) x = round_operand(DotType::bf16, x);
@@ -318,7 +319,7 @@ void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type) {
   }
   std::vector<std::byte> want_recurrence, want_read;
   const std::vector<HeadHealth> got = health.get();
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < row_count; ++r) {
     want_recurrence.insert(want_recurrence.end(), rows[r].recurrence().begin(),
                            rows[r].recurrence().end());
     want_read.insert(want_read.end(), rows[r].read().begin(), rows[r].read().end());
@@ -401,6 +402,83 @@ TEST_CASE("gpu: gdn decode with the ring on the device has the bits of the chunk
           continue;
         }
         compare_gdn(sizes, plan, type);
+      }
+    }
+  }
+}
+
+// The kernels for few FP32 checkpoints and those for many, of which the tests above have only few.
+TEST_CASE("gpu: mamba2 decode of few FP32 checkpoints has the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  int rows = 1;
+  for (Sizes sizes :
+       {Sizes{3, 3, 8, 128}, Sizes{2, 1, 56, 64}, Sizes{6, 2, 64, 128}, Sizes{4, 2, 72, 256},
+        Sizes{4, 4, 80, 128}, Sizes{3, 1, 96, 64}, Sizes{2, 1, 128, 128}, Sizes{2, 2, 256, 256}}) {
+    for (int window : {1, 2, 5, 16, 17, 31, 32, 33}) {
+      for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
+        INFO("[" << sizes.head_dim << ", " << sizes.state_dim << "], L " << window << ", " << rows
+                 << " rows");
+        compare_mamba2(sizes, plan_of("fp32", window), type, rows);
+        rows = rows % 3 + 1;
+      }
+    }
+  }
+}
+
+/// FP32 checkpoints with corrections in the ring as FP32, or in BF16 and folded as they are there.
+HeadPlan gdn_plan(int window, RecordType ring_u) {
+  HeadPlan plan = plan_of("fp32", window);
+  plan.ring_u = plan.beta = ring_u;
+  if (ring_u == RecordType::bf16) plan.gdn_fold = GdnFold::cached;
+  return plan;
+}
+
+TEST_CASE("gpu: gdn decode of few FP32 checkpoints has the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  int rows = 1;
+  for (GdnSizes sizes : {GdnSizes{2, 4, 128, 128}, GdnSizes{3, 3, 32, 64}, GdnSizes{1, 3, 96, 256},
+                         GdnSizes{1, 8, 64, 128}, GdnSizes{2, 2, 256, 64}}) {
+    for (int window : {1, 2, 5, 16, 17, 31, 32, 33}) {
+      for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
+        for (RecordType ring_u : {RecordType::bf16, RecordType::fp32}) {
+          INFO("[" << sizes.value_dim << ", " << sizes.key_dim << "], L " << window << ", " << rows
+                   << " rows");
+          compare_gdn(sizes, gdn_plan(window, ring_u), type, rows);
+          rows = rows % 3 + 1;
+        }
+      }
+    }
+  }
+}
+
+/// Rows whose checkpoints are more than `limit` bytes.
+int rows_beyond(int64_t limit, int heads, int head_dim, int state_dim) {
+  return static_cast<int>(limit / (int64_t{heads} * head_dim * state_dim * 4)) + 1;
+}
+
+TEST_CASE("gpu: mamba2 decode of many FP32 checkpoints has the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  for (Sizes sizes : {Sizes{16, 2, 80, 128}, Sizes{8, 8, 64, 64}, Sizes{6, 2, 128, 256}}) {
+    for (int window : {1, 7, 16}) {
+      for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
+        INFO("[" << sizes.head_dim << ", " << sizes.state_dim << "], L " << window);
+        compare_mamba2(sizes, plan_of("fp32", window), type,
+                       rows_beyond(kFewMamba2Bytes, sizes.heads, sizes.head_dim, sizes.state_dim));
+      }
+    }
+  }
+}
+
+TEST_CASE("gpu: gdn decode of many FP32 checkpoints has the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  for (GdnSizes sizes :
+       {GdnSizes{8, 16, 128, 128}, GdnSizes{4, 12, 96, 64}, GdnSizes{2, 4, 128, 256}}) {
+    for (int window : {1, 7, 16}) {
+      for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
+        INFO("[" << sizes.value_dim << ", " << sizes.key_dim << "], L " << window);
+        compare_gdn(sizes, gdn_plan(window, window == 7 ? RecordType::bf16 : RecordType::fp32),
+                    type,
+                    rows_beyond(kFewGdnBytes, sizes.value_heads, sizes.value_dim, sizes.key_dim));
       }
     }
   }
