@@ -397,10 +397,10 @@ struct ActivateMultiplyBody {
   }
 };
 
-template <WeightType Type, class T>
+template <WeightType Type, class Y, class X>
 struct AddBody {
-  Rows<T> y;
-  Rows<const T> x;
+  Rows<Y> y;
+  Rows<const X> x;
   float multiplier;
   const float* row_scale;
   __device__ void operator()(int64_t row, int64_t c, int n) const {
@@ -413,20 +413,6 @@ struct AddBody {
                        ? __fmaf_rn(added.v[i], factor, total.v[i])
                        : rounded<Type>(total.v[i] + rounded<Type>(added.v[i] * factor));
     }
-    store(y, row, c, total, n);
-  }
-};
-
-/// A branch's output to a residual stream.
-template <WeightType Type, class T>
-struct AddToBody {
-  Out y;
-  Rows<const T> x;
-  __device__ void operator()(int64_t row, int64_t c, int n) const {
-    Quad total = y.load(row, c, n);
-    const Quad added = x.load(row, c, n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total.v[i] = rounded<Type>(total.v[i] + rounded<Type>(added.v[i]));
     store(y, row, c, total, n);
   }
 };
@@ -662,10 +648,6 @@ void check_size(const char* function, int64_t n) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 /// A row's columns in groups; throws on a shape that does not fit.
 int64_t checked_group(const RmsNorm& norm, bool has_gate, int64_t rows, int64_t cols) {
   const bool needs_weight = norm.gate != GateOrder::gate_only;
@@ -688,7 +670,7 @@ int64_t checked_group(const RmsNorm& norm, bool has_gate, int64_t rows, int64_t 
   return group;
 }
 
-template <WeightType Type, class X, class G, class Y>
+template <class X, class G, class Y>
 NormPlan<X, G, Y> norm_plan(const RmsNorm& norm, int64_t group, const Rows<X>& x,
                             const Rows<const G>& gate, const Rows<Y>& y) {
   return {x,
@@ -735,7 +717,7 @@ void launch_norm(NormPlan<X, G, Y> plan, int64_t rows, int64_t cols, cudaStream_
     if constexpr (!std::is_const_v<X>) {
       if (plan.adds && !staged) {
         const auto add = [&](auto type) {
-          for_quads(rows, cols, AddToBody<type(), G>{plan.x, plan.gate}, stream);
+          for_quads(rows, cols, AddBody<type(), X, G>{plan.x, plan.gate, 1.0F, nullptr}, stream);
         };
         if (plan.adds_fp32) {
           add(Constant<WeightType::fp32>());
@@ -771,7 +753,7 @@ void norm_rows(const RmsNorm& norm, const Rows<const X>& x, const Rows<const X>&
       return;
     }
   }
-  launch_norm<Type>(norm_plan<Type>(norm, group, x, gate, y), rows, cols, stream);
+  launch_norm<Type>(norm_plan(norm, group, x, gate, y), rows, cols, stream);
 }
 
 void check_codes(WeightType activation) {
@@ -812,8 +794,7 @@ void add_rms_norm_cuda(const RmsNorm& norm, WeightType residual_type, float* res
   const int64_t group = checked_group(norm, false, rows, cols);
   if (rows == 0) return;
   const auto run = [&](auto type) {
-    auto plan =
-        norm_plan<type(), float, T, T>(norm, group, {residual, cols}, {added, cols}, {y, cols});
+    auto plan = norm_plan<float, T, T>(norm, group, {residual, cols}, {added, cols}, {y, cols});
     plan.adds = added != nullptr;
     plan.adds_fp32 = residual_type == WeightType::fp32;
     launch_norm<type()>(plan, rows, cols, stream);
@@ -857,7 +838,8 @@ void activate_multiply_cuda(Activation f, const float* gate, int64_t gate_stride
 void add_scaled_cuda(float* y, int64_t y_stride, const float* x, int64_t x_stride, float multiplier,
                      int64_t rows, int64_t cols, WeightType activation, CudaStream stream) {
   with_type(activation, [&](auto type) {
-    for_quads(rows, cols, AddBody<type(), float>{{y, y_stride}, {x, x_stride}, multiplier, nullptr},
+    for_quads(rows, cols,
+              AddBody<type(), float, float>{{y, y_stride}, {x, x_stride}, multiplier, nullptr},
               stream);
   });
 }
@@ -866,8 +848,8 @@ void add_row_scaled_cuda(float* y, int64_t y_stride, const float* x, int64_t x_s
                          const float* row_scale, int64_t rows, int64_t cols, WeightType activation,
                          CudaStream stream) {
   with_type(activation, [&](auto type) {
-    for_quads(rows, cols, AddBody<type(), float>{{y, y_stride}, {x, x_stride}, 1.0F, row_scale},
-              stream);
+    for_quads(rows, cols,
+              AddBody<type(), float, float>{{y, y_stride}, {x, x_stride}, 1.0F, row_scale}, stream);
   });
 }
 
@@ -922,7 +904,8 @@ void add_scaled_cuda(uint16_t* y, int64_t y_stride, const uint16_t* x, int64_t x
                      CudaStream stream) {
   check_codes(activation);
   for_quads(rows, cols,
-            AddBody<WeightType::bf16, uint16_t>{{y, y_stride}, {x, x_stride}, multiplier, nullptr},
+            AddBody<WeightType::bf16, uint16_t, uint16_t>{
+                {y, y_stride}, {x, x_stride}, multiplier, nullptr},
             stream);
 }
 

@@ -375,7 +375,7 @@ Activations Decoder::Implementation::project(std::initializer_list<const LinearS
     width += layer->weight.rows;
   }
   Activations y = activations(width);
-  backend.linear_codes(x, stride, parts, y.at(0), rows);
+  backend.linear_activations(x, stride, parts, y.at(0), rows);
   return y;
 }
 
@@ -671,7 +671,7 @@ void Decoder::Implementation::queue_step(int64_t most_positions) {
   const Buffer residual = self.embed(on_device(tokens), rows);
   const Activations out = layers(residual, most_positions);
   const LinearPart head{&spec.lm_head.weight, &spec.lm_head.bias};
-  backend.linear_codes(out.at(0), spec.hidden, {&head, 1}, logits.data(), rows, true);
+  backend.linear_activations(out.at(0), spec.hidden, {&head, 1}, logits.data(), rows, true);
   if (spec.logits_multiplier != 1.0f) {
     backend.scale(logits.data(), spec.vocabulary, spec.logits_multiplier, nullptr, rows,
                   spec.vocabulary, WeightType::fp32);

@@ -321,7 +321,8 @@ def main():
     jobs = [subprocess.Popen([sys.executable, __file__, "--warm", str(i), "--processes", str(a.processes)] +
                              (["--quick"] if a.quick else []) + (["--points", a.points] if a.points else [])) for i in range(a.processes)]
     for j in jobs:
-        j.wait()
+        if j.wait() != 0:
+            print("warm: a process ended with", j.returncode, file=sys.stderr)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; "
           f"compiled after {time.time() - T0:.0f} s", flush=True)
     ours = {}
