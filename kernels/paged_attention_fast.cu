@@ -441,8 +441,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_chunks(const __grid_const
 
 // ---------------------------------------------------------------- launches
 
-/// Positions of a chunk: of nothing else, so that a row has the same chunks whatever
-/// most_positions.
+/// Positions of a chunk. Not by most_positions: a row has the same chunks in every call.
 int chunk_positions(int rows, int kv_heads, int head_dim) {
   int chunk = std::clamp(
       static_cast<int>(std::bit_floor(unsigned{kChunkBytes} / static_cast<unsigned>(4 * head_dim))),
