@@ -1,8 +1,8 @@
 // Attention of single tokens over a pool of pages on the device: lengths and page tables are read
 // there and every call takes the same pointers, so that a step can be captured in a graph. The
-// order of kernels/attention.h, but for the fast form: bits depend on a query's absolute position alone and are those of
-// attention_cuda (a NaN is a NaN). Pointers are device memory, work is queued in `stream`; nothing
-// is allocated, uploaded or waited for.
+// order of kernels/attention.h, but for the form on tensor cores: bits depend on a query's absolute
+// position alone and are those of attention_cuda (a NaN is a NaN). Pointers are device memory, work
+// is queued in `stream`; nothing is allocated, uploaded or waited for.
 #pragma once
 
 #include <cstddef>
