@@ -175,6 +175,12 @@ void paged_attention_cuda(const float*, int64_t, float*, int64_t, int, int, cons
                           const int64_t*, int64_t, float, void*, CudaStream) {
   refuse();
 }
+bool paged_attention_fast_fits(const PagedKv&) { refuse(); }
+size_t paged_attention_fast_workspace(int, int, const PagedKv&, int64_t) { refuse(); }
+void paged_attention_fast_cuda(const float*, int64_t, float*, int64_t, int, int, const PagedKv&,
+                               const int64_t*, int64_t, float, void*, CudaStream) {
+  refuse();
+}
 
 void conv_decode_cuda(const CausalConv&, const ConvDecodeStep&, CudaStream) { refuse(); }
 void rotary_decode_cuda(float*, int64_t, int, int, int, int, const float*, const float*,

@@ -4,13 +4,12 @@
 // the warps of one head share the weights. Warps fetch their pieces of K and V ahead, 32 positions
 // by 128 bytes, which lie together in a page.
 #include <algorithm>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 
-#include "kernels/attention_cuda.h"
 #include "kernels/math_cuda.cuh"
 #include "kernels/paged_attention_cuda.h"
+#include "kernels/paged_kv.cuh"
 #include "quant/cuda_check.cuh"
 
 namespace replayeval {
@@ -19,7 +18,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kPage = static_cast<int>(kKvPage);  // of the order of sums
-constexpr int kPiece = 128;                       // bytes of a position that lie together
+constexpr int kPiece = kPanel;                    // bytes
 constexpr int kTile = 32;                         // positions
 constexpr int kKeyRow = kPiece + 16;  // in shared memory: eight rows touch every bank once
 constexpr int kStages = 2;
@@ -28,39 +27,12 @@ constexpr int kMostQueries = 8;  // of a KV head at once
 /// Blocks of a multiprocessor: what registers are cut to.
 constexpr int blocks_for(int queries) { return queries > 6 ? 4 : 5; }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int element_bytes(KvType type) { return type == KvType::bf16 ? 2 : 4; }
-
 template <KvType Type>
 constexpr int kElement = Type == KvType::bf16 ? 2 : 4;
 
-/// PagedKv for a kernel.
-struct Pool {
-  char *k, *v;
-  const int32_t* table;
-  const int64_t* position;  // [rows]
-  int table_stride, page_shift, kv_heads, head_dim, row_bytes;
-
-  __device__ int64_t page_entry(int row, int64_t position) const {
-    return int64_t{row} * table_stride + (position >> page_shift);
-  }
-  __device__ int64_t mask() const { return (int64_t{1} << page_shift) - 1; }
-  /// Bytes from the start of k or v to a KV head in page `page` of the pool.
-  __device__ int64_t head_offset(int32_t page, int kv_head) const {
-    return (int64_t{page} * kv_heads + kv_head) * row_bytes << page_shift;
-  }
-  __device__ int piece_bytes(int piece) const { return min(kPiece, row_bytes - piece * kPiece); }
-  /// Bytes from there to byte `at` of a position.
-  __device__ int64_t byte_offset(int64_t position, int at) const {
-    const int piece = at / kPiece;
-    return (int64_t{piece * kPiece} << page_shift) + (position & mask()) * piece_bytes(piece) +
-           at % kPiece;
-  }
-};
-
 /// Queries, scores [rows, heads, `positions`] and outputs of one call.
 struct Call {
-  Pool pool;
+  PagePool pool;
   const float* q;
   float* out;
   float* scores;
@@ -73,7 +45,7 @@ struct Call {
 /// each its pieces [begin, end).
 template <int kRow>
 struct Fetch {
-  const Pool& pool;
+  const PagePool& pool;
   const char* data;
   char* stages;
   int row, kv_head, tile, step, tiles, begin, end, lane;
@@ -97,7 +69,7 @@ struct Fetch {
           page = pool.table[pool.page_entry(row, int64_t{tile + step} * kTile)];
       }
       constexpr int kChunks = kPiece / 16, kRows = 32 / kChunks;
-      const int chunk = lane % kChunks * 16, bytes = pool.piece_bytes(piece);
+      const int chunk = lane % kChunks * 16, bytes = pool.panel_bytes(piece);
       const char* from = head + pool.byte_offset(first, piece * kPiece) + chunk;
       char* to = stage(slot) + chunk;
       if (chunk < bytes) {
@@ -127,7 +99,7 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) {
 template <KvType Type, int kQueries>
 __global__ void __launch_bounds__(kThreads, blocks_for(kQueries))
     score_tiles(const __grid_constant__ Call call) {
-  const Pool& pool = call.pool;
+  const PagePool& pool = call.pool;
   const int row = static_cast<int>(blockIdx.z);
   const int64_t last = pool.position[row];
   if (last < 0 || last >= call.most_positions) return;
@@ -279,7 +251,7 @@ template <KvType Type, int kQueries>
 __global__ void __launch_bounds__(kThreads, blocks_for(kQueries))
     walk_pages(const __grid_constant__ Call call) {
   constexpr int kElements = kPiece / kElement<Type>, kOwn = kElements / 32;  // of a lane
-  const Pool& pool = call.pool;
+  const PagePool& pool = call.pool;
   const int head_dim = pool.head_dim, group = call.group;
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   const int pieces = (pool.row_bytes + kPiece - 1) / kPiece;
@@ -454,7 +426,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kQueries))
 
 /// k, then v (blockIdx.z); four channels a thread.
 __global__ void __launch_bounds__(kThreads)
-    append_tokens(const float* k, int64_t k_stride, const float* v, int64_t v_stride, Pool pool,
+    append_tokens(const float* k, int64_t k_stride, const float* v, int64_t v_stride, PagePool pool,
                   KvType type, bool vector) {
   const int row = static_cast<int>(blockIdx.y);
   const int64_t position = pool.position[row];
@@ -480,7 +452,7 @@ __global__ void __launch_bounds__(kThreads)
 /// head_units units a position and KV head; k, then v (blockIdx.y).
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
-    load_positions(const Unit* k, const Unit* v, int64_t positions, int head_units, Pool pool,
+    load_positions(const Unit* k, const Unit* v, int64_t positions, int head_units, PagePool pool,
                    int row) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t head = index / head_units;  // of a position
@@ -494,47 +466,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // ---------------------------------------------------------------- launches
-
-[[noreturn]] void refuse(const std::string& message) {
-  throw std::invalid_argument("paged attention: " + message);
-}
-
-int row_bytes(const PagedKv& kv) {
-  return static_cast<int>(ceil_div(int64_t{kv.head_dim} * element_bytes(kv.type), 16) * 16);
-}
-
-void check_shape(const PagedKv& kv) {
-  if (kv.kv_heads < 1 || kv.kv_heads > 8191 || kv.head_dim < 1 || kv.head_dim > kMaxAttentionDim) {
-    refuse(std::to_string(kv.kv_heads) + " KV heads of " + std::to_string(kv.head_dim) +
-           ", expected 1 to 8191 of 1 to " + std::to_string(kMaxAttentionDim));
-  }
-  if (kv.page < kPage || (kv.page & (kv.page - 1)) != 0) {
-    refuse("a page of " + std::to_string(kv.page) + " positions, expected a power of two of " +
-           std::to_string(kPage) + " or more");
-  }
-}
-
-Pool pool_of(const PagedKv& kv, const int64_t* position, int rows) {
-  check_shape(kv);
-  if (rows < 0 || rows > 65535) refuse(std::to_string(rows) + " rows, expected 0 to 65535");
-  if (kv.k == nullptr || kv.v == nullptr || kv.table == nullptr)
-    refuse("k, v or table is null, expected arrays");
-  if ((reinterpret_cast<uintptr_t>(kv.k) | reinterpret_cast<uintptr_t>(kv.v)) % 16 != 0)
-    refuse("k or v is not on a multiple of 16 bytes");
-  if (kv.table_stride < 1)
-    refuse("table_stride is " + std::to_string(kv.table_stride) + ", expected at least 1");
-  int shift = 0;
-  while (1 << shift < kv.page) ++shift;
-  return {static_cast<char*>(kv.k),
-          static_cast<char*>(kv.v),
-          kv.table,
-          position,
-          kv.table_stride,
-          shift,
-          kv.kv_heads,
-          kv.head_dim,
-          row_bytes(kv)};
-}
 
 /// body(integral_constant<n>) for n = 1 .. 8.
 template <class Body>
@@ -568,7 +499,7 @@ void allow_shared(Kernel kernel, size_t bytes) {
 
 template <KvType Type>
 void launch(const Call& call, int multiprocessors, cudaStream_t stream) {
-  const Pool& pool = call.pool;
+  const PagePool& pool = call.pool;
   const int64_t heads = int64_t{call.rows} * pool.kv_heads;
   const int64_t least_chunks = ceil_div(call.group, kMostQueries);
   with_queries(static_cast<int>(ceil_div(call.group, least_chunks)), [&](auto queries) {
@@ -610,22 +541,22 @@ int64_t padded_positions(int64_t most_positions) { return ceil_div(most_position
 }  // namespace
 
 size_t paged_kv_bytes(const PagedKv& kv, int64_t pages) {
-  check_shape(kv);
-  if (pages < 0) refuse(std::to_string(pages) + " pages, expected 0 or more");
+  check_paged_shape(kv);
+  if (pages < 0) refuse_paged(std::to_string(pages) + " pages, expected 0 or more");
   return static_cast<size_t>(pages) * static_cast<size_t>(kv.kv_heads) *
-         static_cast<size_t>(kv.page) * static_cast<size_t>(row_bytes(kv));
+         static_cast<size_t>(kv.page) * static_cast<size_t>(paged_row_bytes(kv));
 }
 
 void append_paged_cuda(const float* k, int64_t k_stride, const float* v, int64_t v_stride, int rows,
                        const PagedKv& kv, const int64_t* position, CudaStream stream) {
-  const Pool pool = pool_of(kv, position, rows);
+  const PagePool pool = page_pool(kv, position, rows);
   const int64_t width = int64_t{kv.kv_heads} * kv.head_dim;
   if (rows == 0) return;
   if (k == nullptr || v == nullptr || position == nullptr)
-    refuse("keys, values or positions are null, expected arrays");
+    refuse_paged("keys, values or positions are null, expected arrays");
   if (rows > 1 && std::min(k_stride, v_stride) < width) {
-    refuse("strides " + std::to_string(k_stride) + " and " + std::to_string(v_stride) +
-           " of keys and values, expected at least " + std::to_string(width));
+    refuse_paged("strides " + std::to_string(k_stride) + " and " + std::to_string(v_stride) +
+                 " of keys and values, expected at least " + std::to_string(width));
   }
   const bool vector = (reinterpret_cast<uintptr_t>(k) | reinterpret_cast<uintptr_t>(v)) % 16 == 0 &&
                       (k_stride | v_stride | kv.head_dim) % 4 == 0;
@@ -637,21 +568,21 @@ void append_paged_cuda(const float* k, int64_t k_stride, const float* v, int64_t
 
 void load_paged_cuda(const void* k, const void* v, int64_t positions, const PagedKv& kv, int row,
                      CudaStream stream) {
-  const Pool pool = pool_of(kv, nullptr, 1);
+  const PagePool pool = page_pool(kv, nullptr, 1);
   if (row < 0 || positions < 0 || positions > int64_t{kv.table_stride} * kv.page) {
-    refuse(std::to_string(positions) + " positions into row " + std::to_string(row) +
-           ", expected a row of 0 or more and at most the " +
-           std::to_string(int64_t{kv.table_stride} * kv.page) + " positions of its table");
+    refuse_paged(std::to_string(positions) + " positions into row " + std::to_string(row) +
+                 ", expected a row of 0 or more and at most the " +
+                 std::to_string(int64_t{kv.table_stride} * kv.page) + " positions of its table");
   }
   if (positions == 0) return;
-  if (k == nullptr || v == nullptr) refuse("keys or values are null, expected arrays");
-  const int64_t bytes = int64_t{kv.head_dim} * element_bytes(kv.type);
+  if (k == nullptr || v == nullptr) refuse_paged("keys or values are null, expected arrays");
+  const int64_t bytes = kv.head_dim * kv_element_bytes(kv.type);
   const uintptr_t addresses = reinterpret_cast<uintptr_t>(k) | reinterpret_cast<uintptr_t>(v);
   const auto run = [&](auto unit) {
     using Unit = decltype(unit);
     const int head_units = static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit)));
     const int64_t blocks = ceil_div(positions * kv.kv_heads * head_units, kThreads);
-    if (blocks > INT32_MAX) refuse("more than 2^31 blocks of keys, load fewer positions");
+    if (blocks > INT32_MAX) refuse_paged("more than 2^31 blocks of keys, load fewer positions");
     load_positions<<<dim3(static_cast<unsigned>(blocks), 2), kThreads, 0, stream>>>(
         static_cast<const Unit*>(k), static_cast<const Unit*>(v), positions, head_units, pool, row);
     CUDA_CHECK(cudaGetLastError());
@@ -667,8 +598,8 @@ void load_paged_cuda(const void* k, const void* v, int64_t positions, const Page
 
 size_t paged_attention_workspace(int rows, int heads, int64_t most_positions) {
   if (rows < 0 || heads < 1 || most_positions < 0) {
-    refuse(std::to_string(rows) + " rows of " + std::to_string(heads) + " heads and " +
-           std::to_string(most_positions) + " positions, expected sizes of 0 or more");
+    refuse_paged(std::to_string(rows) + " rows of " + std::to_string(heads) + " heads and " +
+                 std::to_string(most_positions) + " positions, expected sizes of 0 or more");
   }
   return static_cast<size_t>(rows) * static_cast<size_t>(heads) *
          static_cast<size_t>(padded_positions(most_positions)) * sizeof(float);
@@ -677,29 +608,15 @@ size_t paged_attention_workspace(int rows, int heads, int64_t most_positions) {
 void paged_attention_cuda(const float* q, int64_t q_stride, float* out, int64_t out_stride,
                           int rows, int heads, const PagedKv& kv, const int64_t* position,
                           int64_t most_positions, float scale, void* workspace, CudaStream stream) {
-  const Pool pool = pool_of(kv, position, rows);
-  if (heads < 1 || heads % kv.kv_heads != 0) {
-    refuse(std::to_string(heads) + " heads, expected a multiple of " + std::to_string(kv.kv_heads) +
-           " KV heads");
-  }
+  const PagePool pool = page_pool(kv, position, rows);
+  check_paged_call(kv, heads, most_positions);
   const int64_t group = heads / kv.kv_heads;
   if (kv.kv_heads * ceil_div(group, kMostQueries) > 65535)
-    refuse(std::to_string(heads) + " heads, expected fewer");
-  if (most_positions < 0 || most_positions > int64_t{kv.table_stride} * kv.page ||
-      most_positions > INT32_MAX - kPage) {
-    refuse("most_positions is " + std::to_string(most_positions) + ", expected 0 to the " +
-           std::to_string(int64_t{kv.table_stride} * kv.page) + " of the table, below 2^31 - 64");
-  }
+    refuse_paged(std::to_string(heads) + " heads, expected fewer");
   if (rows == 0) return;
-  if (q == nullptr || out == nullptr || position == nullptr)
-    refuse("q, out or positions are null, expected arrays");
+  check_paged_arrays(kv, rows, heads, q, q_stride, out, out_stride, position);
   if (workspace == nullptr && most_positions > 0)
-    refuse("workspace is null, expected paged_attention_workspace bytes");
-  const int64_t width = int64_t{heads} * kv.head_dim;
-  if (rows > 1 && std::min(q_stride, out_stride) < width) {
-    refuse("strides " + std::to_string(q_stride) + " and " + std::to_string(out_stride) +
-           ", expected at least " + std::to_string(width));
-  }
+    refuse_paged("workspace is null, expected paged_attention_workspace bytes");
   int device = 0, multiprocessors = 1;
   CUDA_CHECK(cudaGetDevice(&device));
   CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));

@@ -1,8 +1,8 @@
 // Attention of single tokens over a pool of pages on the device: lengths and page tables are read
 // there and every call takes the same pointers, so that a step can be captured in a graph. The
-// order of kernels/attention.h: bits depend on a query's absolute position alone and are those of
-// attention_cuda (a NaN is a NaN). Pointers are device memory, work is queued in `stream`; nothing
-// is allocated, uploaded or waited for.
+// order of kernels/attention.h, but for the form on tensor cores: bits depend on a query's absolute
+// position alone and are those of attention_cuda (a NaN is a NaN). Pointers are device memory, work
+// is queued in `stream`; nothing is allocated, uploaded or waited for.
 #pragma once
 
 #include <cstddef>
@@ -60,5 +60,26 @@ void paged_attention_cuda(const float* q, int64_t q_stride, float* out, int64_t 
                           int rows, int heads, const PagedKv& kv, const int64_t* position,
                           int64_t most_positions, float scale, void* workspace,
                           CudaStream stream = nullptr);
+
+/// Whether paged_attention_fast_cuda takes these pages on this device: KvType::bf16 and head_dim a
+/// multiple of 16 up to 256 (up to 128 where a block has less than about 100 KiB of shared memory).
+bool paged_attention_fast_fits(const PagedKv& kv);
+
+/// Bytes that paged_attention_fast_cuda needs beside its arrays, on a multiple of 16 (0: none);
+/// `kv` gives sizes. Throws std::invalid_argument as it does.
+size_t paged_attention_fast_workspace(int rows, int heads, const PagedKv& kv,
+                                      int64_t most_positions);
+
+/// paged_attention_cuda on tensor cores, not in the order of kernels/attention.h: queries rounded
+/// to BF16, products with keys and values summed in FP32, weights FP32 in their sum and split in
+/// two BF16 parts before the values. NaN likewise. Positions are cut at multiples of a chunk that
+/// rows, KV heads and head_dim decide, and sums are merged in order: bits depend on those and the
+/// row's own length, keys and values alone. One launch, two where most_positions is more than a
+/// chunk. Throws as paged_attention_cuda, and std::invalid_argument unless
+/// paged_attention_fast_fits.
+void paged_attention_fast_cuda(const float* q, int64_t q_stride, float* out, int64_t out_stride,
+                               int rows, int heads, const PagedKv& kv, const int64_t* position,
+                               int64_t most_positions, float scale, void* workspace,
+                               CudaStream stream = nullptr);
 
 }  // namespace replayeval

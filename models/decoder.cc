@@ -137,6 +137,10 @@ struct Decoder::Implementation {
   Implementation(const Model& m, DecoderOptions o);
   Memory cleared(size_t bytes);
   void make_slot(const Branch& branch, int layer, Slot& slot);
+  /// Attention over these pages need not keep to the order of kernels/attention.h.
+  bool sums_freely(const PagedKv& kv) const {
+    return model.options().dense == DenseMode::fast && paged_attention_fast_fits(kv);
+  }
   void make_rotary(const AttentionSpec& mixer, Slot& slot);
 
   size_t input_offset(const void* host) const {
@@ -339,8 +343,12 @@ Decoder::Implementation::Implementation(const Model& m, DecoderOptions o)
       make_slot(block.branches[i], block.layer, branches[i]);
       const auto* attention = std::get_if<AttentionSpec>(&block.branches[i].mixer);
       if (attention == nullptr) continue;
-      most_workspace = std::max(most_workspace, paged_attention_workspace(rows, attention->heads,
-                                                                          options.most_positions));
+      const PagedKv& kv = *branches[i].kv;
+      most_workspace = std::max(
+          most_workspace,
+          sums_freely(kv)
+              ? paged_attention_fast_workspace(rows, attention->heads, kv, options.most_positions)
+              : paged_attention_workspace(rows, attention->heads, options.most_positions));
     }
   }
   workspace = Memory(backend, most_workspace);
@@ -575,8 +583,9 @@ Activations Decoder::Implementation::attend(const AttentionSpec& mixer, Slot& sl
   }
   append_paged_cuda(k.data(), kv_width, v.data(), kv_width, rows, *slot.kv, on_device(positions),
                     stream);
-  paged_attention_cuda(q.data(), q_width, q.data(), q_width, rows, mixer.heads, *slot.kv,
-                       on_device(positions), most_positions, mixer.scale, workspace.data(), stream);
+  const auto attention = sums_freely(*slot.kv) ? paged_attention_fast_cuda : paged_attention_cuda;
+  attention(q.data(), q_width, q.data(), q_width, rows, mixer.heads, *slot.kv, on_device(positions),
+            most_positions, mixer.scale, workspace.data(), stream);
   const Activations out = activations(q_width);
   narrow_cuda(q.data(), q_width, rows, q_width, self.activation, out.at(0), stream);
   if (mixer.output_gate) {

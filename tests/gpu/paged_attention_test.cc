@@ -1,9 +1,10 @@
 // Attention of single tokens over pages against attention_cuda over the same keys and values, bit
-// for bit.
+// for bit; its fast form against FP64 within a bound from the operations.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 #include <random>
 
@@ -100,7 +101,6 @@ class Layer {
   /// a position keep -7.
   void check(const std::vector<float>& q, int64_t stride, bool in_place = false) const {
     const int rows = static_cast<int>(positions_.size());
-    const float scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
     std::vector<float> start(q.size(), -7.0f);
     if (in_place) start = q;
     const DeviceArray<float> device_q(q), want(start);
@@ -111,14 +111,14 @@ class Layer {
       reference.push_back({k_[i].data(), v_[i].data(), type_, positions_[i], 1,
                            device_q.data() + r * stride, stride, want.data() + r * stride, stride});
     }
-    attention_cuda(reference, shape_.heads, shape_.kv_heads, shape_.head_dim, scale);
+    attention_cuda(reference, shape_.heads, shape_.kv_heads, shape_.head_dim, scale());
     const int64_t most = *std::max_element(positions_.begin(), positions_.end()) + 1;
     for (int64_t bound : {most, int64_t{kv_.table_stride} * kv_.page}) {
       const DeviceArray<float> got(start);
       DeviceArray<std::byte> workspace(paged_attention_workspace(rows, shape_.heads, bound));
       workspace.fill(0xFF);
       paged_attention_cuda(in_place ? got.data() : device_q.data(), stride, got.data(), stride,
-                           rows, shape_.heads, kv_, device_positions_.data(), bound, scale,
+                           rows, shape_.heads, kv_, device_positions_.data(), bound, scale(),
                            workspace.data());
       CHECK(different_floats(got.get(), want.get()) == "");
     }
@@ -128,9 +128,141 @@ class Layer {
     check(normals(positions_.size() * static_cast<size_t>(stride), random), stride);
   }
 
+  /// The fast form's outputs [rows, stride], -7 where it writes nothing, with these positions (at
+  /// most the layer's).
+  std::vector<float> fast(const std::vector<float>& q, int64_t stride,
+                          const std::vector<int64_t>& positions, int64_t bound,
+                          bool in_place = false) const {
+    const int rows = static_cast<int>(positions.size());
+    const DeviceArray<int64_t> device_positions(positions);
+    const DeviceArray<float> device_q(q), got(in_place ? q : std::vector<float>(q.size(), -7.0f));
+    DeviceArray<std::byte> workspace(
+        paged_attention_fast_workspace(rows, shape_.heads, kv_, bound));
+    workspace.fill(0xFF);
+    paged_attention_fast_cuda(in_place ? got.data() : device_q.data(), stride, got.data(), stride,
+                              rows, shape_.heads, kv_, device_positions.data(), bound, scale(),
+                              workspace.data());
+    return got.get();
+  }
+
+  /// The fast form against FP64 with every bound of positions, whose bits are the same. Pages of
+  /// BF16.
+  void check_fast(std::mt19937* random) const {
+    const int64_t stride = shape_.width() + 3;
+    const std::vector<float> q = normals(positions_.size() * static_cast<size_t>(stride), random);
+    const int64_t most = *std::max_element(positions_.begin(), positions_.end()) + 1;
+    const std::vector<float> got = fast(q, stride, positions_, most);
+    CHECK(different_floats(fast(q, stride, positions_, int64_t{kv_.table_stride} * kv_.page),
+                           got) == "");
+    for (size_t r = 0; r < positions_.size(); ++r) {
+      const float* row = got.data() + r * static_cast<size_t>(stride);
+      const auto width = static_cast<size_t>(positions_[r] < 0 ? 0 : shape_.width());
+      CHECK(std::all_of(row + width, row + stride, [](float x) { return x == -7.0f; }));
+      INFO("row " << r << " of " << positions_[r] + 1 << " positions");
+      if (width > 0) CHECK(worst_error(r, q.data() + r * static_cast<size_t>(stride), row) <= 1);
+    }
+  }
+
+  /// NaN and infinities of the fast form are those of attention_cuda.
+  void check_fast_kinds(const std::vector<float>& q, bool in_place) const {
+    const int64_t stride = shape_.width();
+    const int rows = static_cast<int>(positions_.size());
+    const DeviceArray<float> device_q(q), out(q.size());
+    std::vector<AttentionRowCuda> reference;
+    for (int r = 0; r < rows; ++r) {
+      const auto i = static_cast<size_t>(r);
+      reference.push_back({k_[i].data(), v_[i].data(), type_, positions_[i], 1,
+                           device_q.data() + r * stride, stride, out.data() + r * stride, stride});
+    }
+    attention_cuda(reference, shape_.heads, shape_.kv_heads, shape_.head_dim, scale());
+    const std::vector<float> want = out.get();
+    const int64_t most = *std::max_element(positions_.begin(), positions_.end()) + 1;
+    const std::vector<float> got = fast(q, stride, positions_, most, in_place);
+    size_t different = 0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      if (std::isnan(got[i]) != std::isnan(want[i]) || std::isinf(got[i]) != std::isinf(want[i]))
+        ++different;
+    }
+    CHECK(different == 0);
+  }
+
   const PagedKv& kv() const { return kv_; }
 
  private:
+  float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)); }
+
+  /// Largest error of a row's outputs from FP64 over the BF16 values, as a part of its bound. With
+  /// n positions of d channels, weights w = e^(s - m) and u = 2^-23 (a tensor core may cut where
+  /// others round):
+  ///   a score: d / 16 groups of 16 exact products and the sum before, each cut relative to the
+  ///     largest: 17/16 d u scale sum |q k|; its scaling and subtraction u (|s| + |s - m|); e^x 2
+  ///     u. Together an error of at most e in every exponent, hence a factor e^(2 e) in the
+  ///     quotient.
+  ///   the split of a weight in two BF16 parts: 2^-18 of it.
+  ///   numerator and denominator: 17 u a tile of 16 positions, and 3 u for the factor that moves
+  ///     what is there to a new maximum; at most 4096 positions are summed one after another.
+  ///   merging four teams and then n / 256 chunks: 4 u each. The exponents of all these factors,
+  ///     differences of maxima: u max |s - m|.
+  /// All relative to sum w |v| / sum w, twice: numerator and denominator.
+  double worst_error(size_t row, const float* q, const float* got) const {
+    const size_t d = static_cast<size_t>(shape_.head_dim),
+                 n = static_cast<size_t>(positions_[row]) + 1,
+                 kv_width = static_cast<size_t>(shape_.kv_width());
+    const std::vector<float> k = widened(k_[row]), v = widened(v_[row]);
+    const double u = std::ldexp(1.0, -23);
+    const double tiles = static_cast<double>(std::min<size_t>(n, 4096)) / 16 + 1,
+                 merges = 4 + static_cast<double>(n) / 256 + 1;
+    double worst = 0;
+    for (int h = 0; h < shape_.heads; ++h) {
+      const size_t kv_at = static_cast<size_t>(h / (shape_.heads / shape_.kv_heads)) * d;
+      const float* query = q + static_cast<size_t>(h) * d;
+      std::vector<double> scores(n), sizes(n);
+      for (size_t j = 0; j < n; ++j) {
+        for (size_t c = 0; c < d; ++c) {
+          const double product = static_cast<double>(round_operand(DotType::bf16, query[c])) *
+                                 k[j * kv_width + kv_at + c];
+          scores[j] += product;
+          sizes[j] += std::abs(product);
+        }
+        scores[j] *= scale();
+      }
+      const double top = *std::max_element(scores.begin(), scores.end());
+      double total = 0, exponent = 0, spread = 0;
+      std::vector<double> sums(d), magnitudes(d);
+      for (size_t j = 0; j < n; ++j) {
+        const double w = std::exp(scores[j] - top);
+        total += w;
+        spread = std::max(spread, top - scores[j]);
+        exponent = std::max(exponent, u * (17.0 / 16 * static_cast<double>(d) * scale() * sizes[j] +
+                                           std::abs(scores[j]) + (top - scores[j]) + 2));
+        for (size_t c = 0; c < d; ++c) {
+          const double value = v[j * kv_width + kv_at + c];
+          sums[c] += w * value;
+          magnitudes[c] += w * std::abs(value);
+        }
+      }
+      const double relative = std::expm1(2 * exponent) + std::ldexp(1.0, -18) +
+                              2 * u * (20 * tiles + 4 * merges + spread);
+      for (size_t c = 0; c < d; ++c) {
+        const double error = std::abs(got[static_cast<size_t>(h) * d + c] - sums[c] / total);
+        const double part = error / (relative * magnitudes[c] / total);
+        worst = part <= worst ? worst : part;  // NaN too
+      }
+    }
+    return worst;
+  }
+  static std::vector<float> widened(const DeviceArray<std::byte>& codes) {
+    const std::vector<std::byte> bytes = codes.get();
+    std::vector<float> values(bytes.size() / 2);
+    for (size_t i = 0; i < values.size(); ++i) {
+      uint16_t code;
+      std::memcpy(&code, bytes.data() + 2 * i, 2);
+      const uint32_t bits = uint32_t{code} << 16;
+      std::memcpy(&values[i], &bits, 4);
+    }
+    return values;
+  }
+
   Shape shape_;
   KvType type_;
   std::vector<int64_t> positions_;
@@ -201,15 +333,21 @@ TEST_CASE("gpu: paged attention of NaN, infinities and large scores, in place") 
     q[static_cast<size_t>(4 * stride + 100)] = NAN;
     layer.check(q, stride);
     layer.check(q, stride, true);
+    if (type == KvType::fp32) continue;
+    layer.check_fast_kinds(q, false);
+    layer.check_fast_kinds(q, true);
   }
 }
 
 TEST_CASE("gpu: captured steps of paged attention are the steps one by one") {
   if (!gpu()) return;
   std::mt19937 random(114);
-  constexpr int kRows = 4, kPagesARow = 3;
+  constexpr int kRows = 4, kPagesARow = 6;
   constexpr Shape kShape{8, 2, 64};
-  for (KvType type : kTypes) {
+  for (const auto& [type, fast] : {std::pair(KvType::fp32, false), std::pair(KvType::bf16, false),
+                                   std::pair(KvType::bf16, true)}) {
+    INFO("type " << static_cast<int>(type) << (fast ? ", fast" : ""));
+    const auto attend = fast ? paged_attention_fast_cuda : paged_attention_cuda;
     PagedKv kv;
     kv.type = type;
     kv.kv_heads = kShape.kv_heads;
@@ -224,7 +362,9 @@ TEST_CASE("gpu: captured steps of paged attention are the steps one by one") {
     kv.k = pool_k.data();
     kv.v = pool_v.data();
     constexpr int64_t kMost = kPagesARow * kKvPage;
-    const DeviceArray<std::byte> workspace(paged_attention_workspace(kRows, kShape.heads, kMost));
+    const DeviceArray<std::byte> workspace(
+        fast ? paged_attention_fast_workspace(kRows, kShape.heads, kv, kMost)
+             : paged_attention_workspace(kRows, kShape.heads, kMost));
     const std::vector<float> start = normals(kRows * static_cast<size_t>(kShape.width()), &random);
     DeviceArray<float> x(start);
     DeviceArray<int64_t> position(kRows);
@@ -237,15 +377,15 @@ TEST_CASE("gpu: captured steps of paged attention are the steps one by one") {
       pool_k.fill(0);
       pool_v.fill(0);
       pending.fill(0);
-      position.set({0, 50, 64, 125});
+      position.set({0, 250, 64, 125});
       x.set(start);
     };
     // Every step's output gives the next one's query, key and value.
     const auto step = [&](CudaStream stream) {
       append_paged_cuda(x.data(), kShape.width(), x.data() + kShape.kv_width(), kShape.width(),
                         kRows, kv, position.data(), stream);
-      paged_attention_cuda(x.data(), kShape.width(), x.data(), kShape.width(), kRows, kShape.heads,
-                           kv, position.data(), kMost, 2.0f, workspace.data(), stream);
+      attend(x.data(), kShape.width(), x.data(), kShape.width(), kRows, kShape.heads, kv,
+             position.data(), kMost, 2.0f, workspace.data(), stream);
       decode_step_cuda(rows, 4, stream);
     };
     const auto result = [&] {
@@ -291,4 +431,97 @@ TEST_CASE("gpu: a row beyond the bound of paged attention is NaN, and wrong call
   kv.head_dim = 257;
   CHECK_THROWS_AS(append_paged_cuda(q.data(), 514, q.data(), 514, 2, kv, position.data()),
                   std::invalid_argument);
+}
+
+TEST_CASE("gpu: fast paged attention is within rounding of FP64, of any shape") {
+  if (!gpu()) return;
+  std::mt19937 random(116);
+  int page = 64;
+  for (const Shape& shape : {Shape{40, 8, 128}, Shape{16, 4, 256}, Shape{32, 2, 128},
+                             Shape{24, 1, 64}, Shape{5, 5, 80}, Shape{8, 8, 16}, Shape{9, 1, 192},
+                             Shape{71, 1, 64}, Shape{34, 2, 240}, Shape{64, 1, 256}}) {
+    INFO("heads " << shape.heads << ", KV heads " << shape.kv_heads << ", head_dim "
+                  << shape.head_dim << ", page " << page);
+    Layer(shape, KvType::bf16, page, {0, 1, 62, -1, 63, 64, 126, -5, 15, 16, 300}, &random,
+          kUnchanged)
+        .check_fast(&random);
+    page = page == 512 ? 64 : 2 * page;
+  }
+}
+
+TEST_CASE("gpu: fast paged attention over thousands of positions, few rows and many") {
+  if (!gpu()) return;
+  std::mt19937 random(117);
+  Layer({40, 8, 128}, KvType::bf16, 64, {4999, 999}, &random, kUnchanged).check_fast(&random);
+  Layer({16, 4, 256}, KvType::bf16, 128, {4999, 255, 256}, &random, kUnchanged).check_fast(&random);
+  Layer({24, 1, 64}, KvType::bf16, 8192, {4999}, &random, kUnchanged).check_fast(&random);
+  // Chunks of 2048 and 4096 positions.
+  for (const Shape& shape : {Shape{2, 2, 128}, Shape{2, 2, 64}}) {
+    std::vector<int64_t> positions(520);
+    for (int64_t& position : positions) position = static_cast<int64_t>(random() % 70) - 8;
+    positions[7] = 4999;
+    positions[301] = 2047;
+    positions[302] = 2048;
+    Layer(shape, KvType::bf16, 64, positions, &random, kUnchanged).check_fast(&random);
+  }
+}
+
+TEST_CASE("gpu: fast paged attention of a row has its bits whatever the other rows") {
+  if (!gpu()) return;
+  std::mt19937 random(118);
+  constexpr Shape kShape{10, 2, 128};
+  const int64_t stride = kShape.width();
+  const Layer layer(kShape, KvType::bf16, 64, {300, 700, 128, 900}, &random, kUnchanged);
+  std::vector<float> q = normals(static_cast<size_t>(4 * stride), &random);
+  const std::vector<float> all = layer.fast(q, stride, {300, 700, 128, 900}, 901);
+  for (int64_t c = 0; c < 4 * stride; ++c) {
+    if (c / stride != 1) q[static_cast<size_t>(c)] = c % 2 == 0 ? NAN : 3e30f;
+  }
+  const std::vector<float> alone = layer.fast(q, stride, {-1, 700, 5, 899}, 1000);
+  const auto row = [&](const std::vector<float>& from) {
+    return std::vector<float>(from.begin() + stride, from.begin() + 2 * stride);
+  };
+  CHECK(different_floats(row(alone), row(all)) == "");
+  CHECK(different_floats(alone, all) != "");
+}
+
+TEST_CASE(
+    "gpu: a row beyond the bound of fast paged attention is NaN, and wrong calls are refused") {
+  if (!gpu()) return;
+  std::mt19937 random(119);
+  constexpr Shape kShape{4, 2, 64};
+  const Layer layer(kShape, KvType::bf16, 64, {400, 99}, &random, kUnchanged);
+  const PagedKv kv = layer.kv();
+  const DeviceArray<int64_t> position(std::vector<int64_t>{400, 99});
+  const DeviceArray<float> q(normals(static_cast<size_t>(2 * kShape.width()), &random));
+  const DeviceArray<float> out(q.size());
+  const DeviceArray<std::byte> workspace(paged_attention_fast_workspace(2, 4, kv, 400));
+  const auto call = [&](const PagedKv& pages, int heads, int64_t most, int64_t stride) {
+    paged_attention_fast_cuda(q.data(), stride, out.data(), stride, 2, heads, pages,
+                              position.data(), most, 0.125f, workspace.data());
+  };
+  for (int64_t most : {int64_t{100}, int64_t{400}}) {
+    call(kv, 4, most, 256);
+    const std::vector<float> got = out.get();
+    for (size_t i = 0; i < 512; ++i) CHECK(std::isnan(got[i]) == (i < 256));
+  }
+  CHECK_THROWS_AS(call(kv, 3, 400, 256), std::invalid_argument);
+  CHECK_THROWS_AS(call(kv, 4, 1 << 20, 256), std::invalid_argument);
+  CHECK_THROWS_AS(call(kv, 4, 400, 255), std::invalid_argument);
+  CHECK_THROWS_AS(paged_attention_fast_workspace(2, 3, kv, 400), std::invalid_argument);
+  CHECK_THROWS_AS(paged_attention_fast_cuda(q.data(), 256, out.data(), 256, 2, 4, kv,
+                                            position.data(), 400, 0.125f, nullptr),
+                  std::invalid_argument);
+  const auto refused = [&](KvType type, int head_dim) {
+    PagedKv other = kv;
+    other.type = type;
+    other.head_dim = head_dim;
+    CHECK(!paged_attention_fast_fits(other));
+    CHECK_THROWS_AS(call(other, 4, 100, 4 * head_dim), std::invalid_argument);
+  };
+  CHECK(paged_attention_fast_fits(kv));
+  refused(KvType::fp32, 64);
+  refused(KvType::bf16, 72);
+  refused(KvType::bf16, 8);
+  refused(KvType::bf16, 272);
 }
