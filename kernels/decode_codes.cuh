@@ -343,7 +343,7 @@ struct FlushRoles {
                                    &own_counts)) {
           left |= 1 << (2 * k + r);
         }
-        // Rows past the head's end held zeros times records, which may be anything.
+        // Rows past the head's end hold anything.
         if (has_row[r]) counts.add(own_counts);
       }
     }
