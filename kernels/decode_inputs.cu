@@ -34,10 +34,12 @@ unsigned blocks_of(const char* function, int64_t items, int threads) {
   return static_cast<unsigned>(blocks);
 }
 
-int64_t check_steps(const char* function, WeightType activation, int rows, int heads) {
-  if (rows < 0 || heads < 0) {
+int64_t check_steps(const char* function, WeightType activation, int rows, int heads,
+                    int64_t stride) {
+  if (rows < 0 || heads < 0 || (rows > 1 && stride < heads)) {
     refuse(std::string(function) + ": " + std::to_string(rows) + " rows of " +
-           std::to_string(heads) + " heads, expected sizes of 0 or more");
+           std::to_string(heads) + " heads, stride " + std::to_string(stride) +
+           ", expected sizes of 0 or more and a stride of at least the heads");
   }
   if (activation == WeightType::fp16)
     refuse(std::string(function) + ": activations in FP16, expected FP32 or BF16");
@@ -361,8 +363,9 @@ void rotary_decode_cuda(float* x, int64_t stride, int rows, int heads, int head_
 
 void mamba2_steps_cuda(WeightType activation, const void* x, int64_t x_stride, const float* bias,
                        float low, float high, int rows, int heads, float* dt, CudaStream stream) {
-  const int64_t n = check_steps("mamba2_steps", activation, rows, heads);
+  const int64_t n = check_steps("mamba2_steps", activation, rows, heads, x_stride);
   if (n == 0) return;
+  if (x == nullptr || dt == nullptr) refuse("mamba2_steps: x or dt is null, expected arrays");
   const auto kernel = activation == WeightType::bf16 ? mamba2_steps<WeightType::bf16>
                                                      : mamba2_steps<WeightType::fp32>;
   kernel<<<blocks_of("mamba2_steps", n, kThreads), kThreads, 0, stream>>>(x, x_stride, bias, low,
@@ -372,8 +375,12 @@ void mamba2_steps_cuda(WeightType activation, const void* x, int64_t x_stride, c
 
 void gdn_steps_cuda(const GdnStepScalars& inputs, int rows, int heads, float* decay_log2,
                     float* beta, CudaStream stream) {
-  const int64_t n = check_steps("gdn_steps", inputs.activation, rows, heads);
+  const int64_t n = check_steps("gdn_steps", inputs.activation, rows, heads, inputs.stride);
   if (n == 0) return;
+  if (inputs.a == nullptr || inputs.b == nullptr || inputs.a_exp == nullptr ||
+      decay_log2 == nullptr || beta == nullptr) {
+    refuse("gdn_steps: a, b, a_exp, decay_log2 or beta is null, expected arrays");
+  }
   const auto kernel = inputs.activation == WeightType::bf16 ? gdn_steps<WeightType::bf16>
                                                             : gdn_steps<WeightType::fp32>;
   kernel<<<blocks_of("gdn_steps", n, kThreads), kThreads, 0, stream>>>(inputs, n, heads, decay_log2,

@@ -433,7 +433,8 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
                      const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
 
 /// The same sizes and plans where the checkpoints are few enough for the time of one to count
-/// (kFewMamba2Bytes, kFewGdnBytes). False where they are not, or the window is too long.
+/// (kFewMamba2Bytes, kFewGdnBytes). False where they are not, or the window is
+/// too long, or C is not on a multiple of 16 bytes; the callers have checked the rest.
 bool mamba2_decode_few(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
                        const DecodeStates& states, const Mamba2DecodeStep& step, CudaStream stream);
 bool gdn_decode_few(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,

@@ -16,6 +16,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr size_t kNormBytes = 96 << 10;  // of shared memory for a group
 constexpr int kNormThreads = 512;        // at most, of a block that takes one group
+constexpr int kOwnQuads = 4;             // of a group in a thread's registers
 constexpr float kLog2E = 1.44269504088896340736F;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -117,54 +118,67 @@ struct NormPlan {
   bool adds_fp32 = true;  // without rounding
 };
 
-/// kWhole: everything starts on multiples of four elements and n is at least 4. `keeps`: a
-/// residual's sum is stored.
-template <WeightType Type, bool kWhole, class X, class G, class Y>
-__device__ Quad norm_input(const NormPlan<X, G, Y>& plan, int64_t row, int64_t c, int n,
-                           bool keeps) {
-  Quad value = kWhole ? load_values(plan.x.at(row, c), 4, true) : plan.x.load(row, c, n);
-  if (plan.gate_before || plan.adds) {
-    const Quad gate =
-        kWhole ? load_values(plan.gate.at(row, c), 4, true) : plan.gate.load(row, c, n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (!plan.adds) {
-        value.v[i] = value.v[i] * silu_ordered(gate.v[i]);
-      } else if (plan.adds_fp32) {
-        value.v[i] = value.v[i] + gate.v[i];
-      } else {
-        value.v[i] = rounded<Type>(value.v[i] + rounded<Type>(gate.v[i]));
-      }
-    }
-  }
-  if constexpr (!std::is_const_v<X>) {
-    if (plan.adds && keeps)
-      store_values(plan.x.at(row, c), value, kWhole ? 4 : n, kWhole || plan.x.vector);
-  }
-  return value;
+/// A value of x with the gate's that belongs to it, and the weight's.
+struct NormQuad {
+  Quad x, gate, weight;
+};
+
+template <bool kWhole, class T>
+__device__ Quad load_some(const Rows<T>& from, int64_t row, int64_t c, int n) {
+  return kWhole ? load_values(from.at(row, c), 4, true) : from.load(row, c, n);
 }
 
-/// `input` times the inverse root times the weight at columns c .. of the row, of which c_in_weight
-/// .. of the weight.
+/// kWhole: everything starts on multiples of four elements and n is at least 4. Columns c .. of the
+/// row, of which c_in_weight .. of the weight.
+template <bool kWhole, class X, class G, class Y>
+__device__ NormQuad load_norm(const NormPlan<X, G, Y>& plan, int64_t row, int64_t c,
+                              int64_t c_in_weight, int n) {
+  NormQuad q = {};
+  q.x = load_some<kWhole>(plan.x, row, c, n);
+  if (plan.gate.data != nullptr) q.gate = load_some<kWhole>(plan.gate, row, c, n);
+  q.weight = kWhole ? load_quad(plan.weight + c_in_weight, 4, true)
+                    : load_quad(plan.weight + c_in_weight, n, plan.vector_weight);
+  return q;
+}
+
+/// What is squared: x, gated or with what is added to the stream.
+template <WeightType Type, class X, class G, class Y>
+__device__ void combine(const NormPlan<X, G, Y>& plan, NormQuad* q) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float& x = q->x.v[i];
+    const float gate = q->gate.v[i];
+    if (plan.gate_before) x = x * silu_ordered(gate);
+    if (!plan.adds) continue;
+    x = plan.adds_fp32 ? x + gate : rounded<Type>(x + rounded<Type>(gate));
+  }
+}
+
+/// The sum goes back to the residual stream.
+template <bool kWhole, class X, class G, class Y>
+__device__ void keep_sum(const NormPlan<X, G, Y>& plan, int64_t row, int64_t c, const NormQuad& q,
+                         int n) {
+  if constexpr (!std::is_const_v<X>) {
+    if (plan.adds) store_values(plan.x.at(row, c), q.x, kWhole ? 4 : n, kWhole || plan.x.vector);
+  }
+}
+
+/// q.x times the inverse root times the weight.
 template <WeightType Type, bool kWhole, class X, class G, class Y>
 __device__ void norm_output(const NormPlan<X, G, Y>& plan, int64_t row, int64_t c,
-                            int64_t c_in_weight, const Quad& input, float inverse, int n) {
-  const Quad w = kWhole ? load_quad(plan.weight + c_in_weight, 4, true)
-                        : load_quad(plan.weight + c_in_weight, n, plan.vector_weight);
+                            const NormQuad& q, float inverse, int n) {
   Quad value;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    value.v[i] = input.v[i] * inverse;
+    value.v[i] = q.x.v[i] * inverse;
     if (plan.round_steps) value.v[i] = rounded<Type>(value.v[i]);
-    value.v[i] = value.v[i] * (plan.one_plus ? w.v[i] + 1.0F : w.v[i]);
+    value.v[i] = value.v[i] * (plan.one_plus ? q.weight.v[i] + 1.0F : q.weight.v[i]);
   }
   if (plan.norm_first) {
-    const Quad gate =
-        kWhole ? load_values(plan.gate.at(row, c), 4, true) : plan.gate.load(row, c, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (plan.round_steps) value.v[i] = rounded<Type>(value.v[i]);
-      value.v[i] = value.v[i] * silu_ordered(gate.v[i]);
+      value.v[i] = value.v[i] * silu_ordered(q.gate.v[i]);
     }
   }
 #pragma unroll
@@ -186,6 +200,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t row = own / row_groups;
   const int group = static_cast<int>(plan.group);
   const int64_t first = int64_t{own - row * row_groups} * group;
+  const int64_t weight_first = first % plan.weight_size;
   const int lane = static_cast<int>(threadIdx.x % 4) * 4;
   Quad input[kSteps];
   Quad squares = {};
@@ -196,26 +211,92 @@ __global__ void __launch_bounds__(kThreads)
       input[step] = {};
       continue;
     }
-    input[step] =
-        norm_input<Type, kWhole>(plan, row, first + c, group - c, index < groups && c < group);
+    NormQuad q = {};
+    q.x = load_some<kWhole>(plan.x, row, first + c, group - c);
+    if (plan.gate_before || plan.adds)
+      q.gate = load_some<kWhole>(plan.gate, row, first + c, group - c);
+    combine<Type>(plan, &q);
+    if (index < groups && c < group) keep_sum<kWhole>(plan, row, first + c, q, group - c);
+    input[step] = q.x;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       squares.v[i] = __fmaf_rn(input[step].v[i], input[step].v[i], squares.v[i]);
   }
   const float inverse = inverse_root(sum_over_four(squares), plan.group, plan.eps);
   if (index >= groups) return;
-  const int64_t weight_first = first % plan.weight_size;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int c = step * 16 + lane;
-    if (c < group) {
-      norm_output<Type, kWhole>(plan, row, first + c, weight_first + c, input[step], inverse,
-                                group - c);
-    }
+    if (c >= group) continue;
+    NormQuad q = {};
+    q.x = input[step];
+    if (plan.norm_first) q.gate = load_some<kWhole>(plan.gate, row, first + c, group - c);
+    q.weight = kWhole ? load_quad(plan.weight + weight_first + c, 4, true)
+                      : load_quad(plan.weight + weight_first + c, group - c, plan.vector_weight);
+    norm_output<Type, kWhole>(plan, row, first + c, q, inverse, group - c);
   }
 }
 
-/// A group a block, its values in shared memory (`staged`) or read again, then nothing is added.
+/// The inverse root of the squares of `count` values, of which value(c) is one, in thread 0.
+template <class Value>
+__device__ float inverse_of(int count, int64_t group, float eps, Value value) {
+  float squares = 0;
+#pragma unroll 16
+  for (int c = static_cast<int>(threadIdx.x); c < count; c += 16) {
+    const float x = value(c);
+    squares = __fmaf_rn(x, x, squares);
+  }
+  return inverse_root(sum_over_sixteen(squares, 0xFFFFu), group, eps);
+}
+
+/// A group a block, at most kOwnQuads quads a thread, which stay in registers. The values pass
+/// through shared memory to the sixteen threads that sum.
+template <WeightType Type, bool kWhole, class X, class G, class Y>
+__global__ void __launch_bounds__(kNormThreads)
+    norm_block(NormPlan<X, G, Y> plan, uint32_t row_groups) {
+  extern __shared__ float4 memory[];
+  float* values = reinterpret_cast<float*>(memory);
+  __shared__ float inverse_of_block;
+  const uint32_t row = blockIdx.x / row_groups;
+  const int64_t first = int64_t{blockIdx.x - row * row_groups} * plan.group;
+  const int64_t weight_first = first % plan.weight_size;
+  const int group = static_cast<int>(plan.group);
+  const int padded = (group + 15) / 16 * 16;
+  const auto column = [&](int i) {
+    return 4 * static_cast<int>(threadIdx.x + static_cast<unsigned>(i) * blockDim.x);
+  };
+  NormQuad own[kOwnQuads];
+#pragma unroll
+  for (int i = 0; i < kOwnQuads; ++i) {
+    const int c = column(i);
+    own[i] = {};
+    if (c < group) own[i] = load_norm<kWhole>(plan, row, first + c, weight_first + c, group - c);
+  }
+#pragma unroll
+  for (int i = 0; i < kOwnQuads; ++i) {
+    const int c = column(i);
+    if (c >= padded) continue;
+    combine<Type>(plan, &own[i]);
+    store_quad(values + c, own[i].x, 4, true);
+    if (c < group) keep_sum<kWhole>(plan, row, first + c, own[i], group - c);
+  }
+  __syncthreads();
+  if (threadIdx.x < 16) {
+    const float inverse =
+        inverse_of(padded, plan.group, plan.eps, [&](int c) { return values[c]; });
+    if (threadIdx.x == 0) inverse_of_block = inverse;
+  }
+  __syncthreads();
+  const float inverse = inverse_of_block;
+#pragma unroll
+  for (int i = 0; i < kOwnQuads; ++i) {
+    const int c = column(i);
+    if (c < group) norm_output<Type, kWhole>(plan, row, first + c, own[i], inverse, group - c);
+  }
+}
+
+/// A larger group a block, its values in shared memory (`staged`) or read twice, then nothing is
+/// added to them.
 template <WeightType Type, bool kWhole, class X, class G, class Y>
 __global__ void __launch_bounds__(kNormThreads)
     norm_large(NormPlan<X, G, Y> plan, uint32_t row_groups, bool staged) {
@@ -224,41 +305,42 @@ __global__ void __launch_bounds__(kNormThreads)
   __shared__ float inverse_of_block;
   const uint32_t row = blockIdx.x / row_groups;
   const int64_t first = int64_t{blockIdx.x - row * row_groups} * plan.group;
-  const int group = static_cast<int>(plan.group);
-  const int quads = (group + 15) / 16 * 4;
+  const int64_t weight_first = first % plan.weight_size;
+  const int group = static_cast<int>(plan.group), step = 4 * static_cast<int>(blockDim.x);
+  const int begin = 4 * static_cast<int>(threadIdx.x);
+  const auto combined = [&](int c, int n) {
+    NormQuad q = load_norm<kWhole>(plan, row, first + c, weight_first + c, n);
+    combine<Type>(plan, &q);
+    return q;
+  };
   if (staged) {
-#pragma unroll 4
-    for (int q = static_cast<int>(threadIdx.x); q < quads; q += static_cast<int>(blockDim.x)) {
-      const int left = group - 4 * q;
-      store_quad(values + 4 * q, norm_input<Type, kWhole>(plan, row, first + 4 * q, left, left > 0),
-                 4, true);
+    for (int c = begin; c < (group + 15) / 16 * 16; c += step) {
+      const NormQuad q = c < group ? combined(c, group - c) : NormQuad{};
+      store_quad(values + c, q.x, 4, true);
+      if (c < group) keep_sum<kWhole>(plan, row, first + c, q, group - c);
     }
     __syncthreads();
   }
   if (threadIdx.x < 16) {
-    float squares = 0;
-    const int lane = static_cast<int>(threadIdx.x);
-    if (staged) {
-#pragma unroll 16
-      for (int c = lane; c < 4 * quads; c += 16) squares = __fmaf_rn(values[c], values[c], squares);
-    } else {
-      for (int c = lane; c < group; c += 16) {
-        const float x = norm_input<Type, false>(plan, row, first + c, 1, false).v[0];
-        squares = __fmaf_rn(x, x, squares);
-      }
-    }
-    squares = sum_over_sixteen(squares, 0xFFFFu);
-    if (lane == 0) inverse_of_block = inverse_root(squares, plan.group, plan.eps);
+    const float inverse = inverse_of(group, plan.group, plan.eps, [&](int c) {
+      if (staged) return values[c];
+      NormQuad q = load_norm<false>(plan, row, first + c, weight_first + c, 1);
+      combine<Type>(plan, &q);
+      return q.x.v[0];
+    });
+    if (threadIdx.x == 0) inverse_of_block = inverse;
   }
   __syncthreads();
   const float inverse = inverse_of_block;
-  const int64_t weight_first = first % plan.weight_size;
-  for (int q = static_cast<int>(threadIdx.x); q < quads; q += static_cast<int>(blockDim.x)) {
-    const int left = group - 4 * q;
-    if (left <= 0) continue;
-    const Quad input = staged ? load_quad(values + 4 * q, 4, true)
-                              : norm_input<Type, kWhole>(plan, row, first + 4 * q, left, false);
-    norm_output<Type, kWhole>(plan, row, first + 4 * q, weight_first + 4 * q, input, inverse, left);
+  for (int c = begin; c < group; c += step) {
+    NormQuad q;
+    if (staged) {
+      q = load_norm<kWhole>(plan, row, first + c, weight_first + c, group - c);
+      q.x = load_quad(values + c, 4, true);
+    } else {
+      q = combined(c, group - c);
+    }
+    norm_output<Type, kWhole>(plan, row, first + c, q, inverse, group - c);
   }
 }
 
@@ -315,10 +397,10 @@ struct ActivateMultiplyBody {
   }
 };
 
-template <WeightType Type, class T>
+template <WeightType Type, class Y, class X>
 struct AddBody {
-  Rows<T> y;
-  Rows<const T> x;
+  Rows<Y> y;
+  Rows<const X> x;
   float multiplier;
   const float* row_scale;
   __device__ void operator()(int64_t row, int64_t c, int n) const {
@@ -331,20 +413,6 @@ struct AddBody {
                        ? __fmaf_rn(added.v[i], factor, total.v[i])
                        : rounded<Type>(total.v[i] + rounded<Type>(added.v[i] * factor));
     }
-    store(y, row, c, total, n);
-  }
-};
-
-/// A branch's output to a residual stream.
-template <WeightType Type, class T>
-struct AddToBody {
-  Out y;
-  Rows<const T> x;
-  __device__ void operator()(int64_t row, int64_t c, int n) const {
-    Quad total = y.load(row, c, n);
-    const Quad added = x.load(row, c, n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total.v[i] = rounded<Type>(total.v[i] + rounded<Type>(added.v[i]));
     store(y, row, c, total, n);
   }
 };
@@ -580,10 +648,6 @@ void check_size(const char* function, int64_t n) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 /// A row's columns in groups; throws on a shape that does not fit.
 int64_t checked_group(const RmsNorm& norm, bool has_gate, int64_t rows, int64_t cols) {
   const bool needs_weight = norm.gate != GateOrder::gate_only;
@@ -606,7 +670,7 @@ int64_t checked_group(const RmsNorm& norm, bool has_gate, int64_t rows, int64_t 
   return group;
 }
 
-template <WeightType Type, class X, class G, class Y>
+template <class X, class G, class Y>
 NormPlan<X, G, Y> norm_plan(const RmsNorm& norm, int64_t group, const Rows<X>& x,
                             const Rows<const G>& gate, const Rows<Y>& y) {
   return {x,
@@ -641,31 +705,34 @@ void launch_norm(NormPlan<X, G, Y> plan, int64_t rows, int64_t cols, cudaStream_
                                               static_cast<uint32_t>(row_groups));
       return;
     }
-    const size_t bytes = static_cast<size_t>(ceil_div(group, 16)) * 64;
+    const auto bytes = static_cast<size_t>(ceil_div(group, 16)) * 64;
+    if (group <= 4 * kOwnQuads * kNormThreads) {
+      const int64_t threads = ceil_div(ceil_div(group, 4 * kOwnQuads), 32) * 32;
+      norm_block<Type, whole_quads()>
+          <<<static_cast<unsigned>(groups), static_cast<unsigned>(threads), bytes, stream>>>(
+              plan, static_cast<uint32_t>(row_groups));
+      return;
+    }
     const bool staged = bytes <= kNormBytes;
     if constexpr (!std::is_const_v<X>) {
       if (plan.adds && !staged) {
-        const bool fp32 = plan.adds_fp32;
         const auto add = [&](auto type) {
-          for_quads(rows, cols, AddToBody<type(), G>{plan.x, plan.gate}, stream);
+          for_quads(rows, cols, AddBody<type(), X, G>{plan.x, plan.gate, 1.0F, nullptr}, stream);
         };
-        if (fp32) {
+        if (plan.adds_fp32) {
           add(Constant<WeightType::fp32>());
         } else {
           add(Constant<Type>());
         }
         plan.adds = false;
+        plan.gate.data = nullptr;
       }
     }
     const auto kernel = norm_large<Type, whole_quads(), X, G, Y>;
     CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormBytes));
-    // Four quads a thread or more, evenly, in whole warps.
-    const int64_t quads = ceil_div(group, 4);
-    const int64_t own = std::max<int64_t>(4, ceil_div(quads, kNormThreads));
-    const int64_t threads = ceil_div(ceil_div(quads, own), 32) * 32;
-    kernel<<<static_cast<unsigned>(groups), static_cast<unsigned>(threads), staged ? bytes : 0,
-             stream>>>(plan, static_cast<uint32_t>(row_groups), staged);
+    kernel<<<static_cast<unsigned>(groups), kNormThreads, staged ? bytes : 0, stream>>>(
+        plan, static_cast<uint32_t>(row_groups), staged);
   };
   if (whole) {
     launch(std::true_type());
@@ -686,7 +753,7 @@ void norm_rows(const RmsNorm& norm, const Rows<const X>& x, const Rows<const X>&
       return;
     }
   }
-  launch_norm<Type>(norm_plan<Type>(norm, group, x, gate, y), rows, cols, stream);
+  launch_norm<Type>(norm_plan(norm, group, x, gate, y), rows, cols, stream);
 }
 
 void check_codes(WeightType activation) {
@@ -727,8 +794,7 @@ void add_rms_norm_cuda(const RmsNorm& norm, WeightType residual_type, float* res
   const int64_t group = checked_group(norm, false, rows, cols);
   if (rows == 0) return;
   const auto run = [&](auto type) {
-    auto plan =
-        norm_plan<type(), float, T, T>(norm, group, {residual, cols}, {added, cols}, {y, cols});
+    auto plan = norm_plan<float, T, T>(norm, group, {residual, cols}, {added, cols}, {y, cols});
     plan.adds = added != nullptr;
     plan.adds_fp32 = residual_type == WeightType::fp32;
     launch_norm<type()>(plan, rows, cols, stream);
@@ -772,7 +838,8 @@ void activate_multiply_cuda(Activation f, const float* gate, int64_t gate_stride
 void add_scaled_cuda(float* y, int64_t y_stride, const float* x, int64_t x_stride, float multiplier,
                      int64_t rows, int64_t cols, WeightType activation, CudaStream stream) {
   with_type(activation, [&](auto type) {
-    for_quads(rows, cols, AddBody<type(), float>{{y, y_stride}, {x, x_stride}, multiplier, nullptr},
+    for_quads(rows, cols,
+              AddBody<type(), float, float>{{y, y_stride}, {x, x_stride}, multiplier, nullptr},
               stream);
   });
 }
@@ -781,8 +848,8 @@ void add_row_scaled_cuda(float* y, int64_t y_stride, const float* x, int64_t x_s
                          const float* row_scale, int64_t rows, int64_t cols, WeightType activation,
                          CudaStream stream) {
   with_type(activation, [&](auto type) {
-    for_quads(rows, cols, AddBody<type(), float>{{y, y_stride}, {x, x_stride}, 1.0F, row_scale},
-              stream);
+    for_quads(rows, cols,
+              AddBody<type(), float, float>{{y, y_stride}, {x, x_stride}, 1.0F, row_scale}, stream);
   });
 }
 
@@ -837,7 +904,8 @@ void add_scaled_cuda(uint16_t* y, int64_t y_stride, const uint16_t* x, int64_t x
                      CudaStream stream) {
   check_codes(activation);
   for_quads(rows, cols,
-            AddBody<WeightType::bf16, uint16_t>{{y, y_stride}, {x, x_stride}, multiplier, nullptr},
+            AddBody<WeightType::bf16, uint16_t, uint16_t>{
+                {y, y_stride}, {x, x_stride}, multiplier, nullptr},
             stream);
 }
 

@@ -3,7 +3,7 @@
 // multiplied; then a thread owns a row of the state, so that each of its two sums over key_dim (S k
 // and S q) is one chain, in the order of kernels/gdn.h. Rows that flush are served by a second
 // kernel: gdn_decode_flush.cu, or here the window code of the chunk kernels on the ring. Plain FP32
-// checkpoints have a kernel of their own (gdn_decode_fp32.cu).
+// checkpoints have kernels of their own (gdn_decode_fp32.cu, gdn_decode_few.cu).
 #include <cmath>
 #include <stdexcept>
 #include <string>

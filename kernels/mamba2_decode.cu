@@ -1,6 +1,6 @@
 // One token of Mamba-2 (decode_cuda.h). A block serves one head of one row: its checkpoint is read
 // packed into shared memory and decoded on the way into the sums, and flushed by the block codec.
-// Plain FP32 checkpoints have a kernel of their own (mamba2_decode_fp32.cu).
+// Plain FP32 checkpoints have kernels of their own (mamba2_decode_fp32.cu, mamba2_decode_few.cu).
 #include <stdexcept>
 #include <string>
 #include <type_traits>

@@ -9,7 +9,8 @@ namespace replayeval {
 namespace {
 
 constexpr int kTileRows = 8, kMostWarps = 8;
-constexpr int kMostRecords = 32;  // window
+constexpr int kMostRecords = 32;    // window
+constexpr int kMostPlaces = 65535;  // of a grid
 
 struct Launch {
   Mamba2Units units;
@@ -65,9 +66,9 @@ __global__ void __launch_bounds__(32 * kMostWarps) decode_few(const __grid_const
   Act* query = reinterpret_cast<Act*>(shared);
   Act* records = query + At::kRow;
   Act* xs = query + At::xs(p.units.window) + warp * At::kXs;
-  if (tid < kChunks) {
-    copy_async(query + kEach * tid,
-               static_cast<const Act*>(p.units.step.c) + row * b_stride + of_group + kEach * tid);
+  for (int i = tid; i < kChunks; i += static_cast<int>(blockDim.x)) {
+    copy_async(query + kEach * i,
+               static_cast<const Act*>(p.units.step.c) + row * b_stride + of_group + kEach * i);
   }
 
   Act* ring_x = static_cast<Act*>(p.units.step.ring_x) + unit.slot(0) * x_stride + of_rows;
@@ -196,6 +197,7 @@ bool mamba2_decode_few(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
                        CudaStream stream) {
   const int64_t bytes = int64_t{rows.rows} * layer.heads * layer.head_dim * layer.state_dim * 4;
   if (bytes > kFewMamba2Bytes || plan.window > kMostRecords ||
+      std::max(rows.rows, layer.heads) > kMostPlaces ||
       reinterpret_cast<uintptr_t>(step.c) % 16 != 0) {
     return false;
   }

@@ -1,5 +1,6 @@
-// What the decode kernels of Mamba-2 that take units in turn share (mamba2_decode_fp32.cu,
-// mamba2_decode_nvfp4.cu): what a unit, some heads of a group of one row, needs beside checkpoints.
+// What the decode kernels of Mamba-2 share that work on units (mamba2_decode_fp32.cu,
+// mamba2_decode_nvfp4.cu, mamba2_decode_few.cu): what a unit, some heads of a group of one row,
+// needs beside checkpoints.
 #pragma once
 
 #include "kernels/decode_tiles.cuh"

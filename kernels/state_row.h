@@ -1,5 +1,6 @@
-// What a state kernel reads and changes of one row (one sequence in one state precision) of one layer: the checkpoints, how
-// far the ring is filled, and how each head keeps its state. Shared by Mamba-2, GDN and KDA; memory belongs to the caller.
+// What a state kernel reads and changes of one row (one sequence in one state precision) of one
+// layer: the checkpoints, how far the ring is filled, and how each head keeps its state. Shared by
+// Mamba-2, GDN and KDA; memory belongs to the caller.
 #pragma once
 
 #include <cstddef>
@@ -17,11 +18,13 @@ enum class GdnFold : uint8_t { rederive, cached };
 enum class FlushOutput : uint8_t { recurrence, read };
 enum class RecordType : uint8_t { fp32, bf16 };
 enum class DotType : uint8_t { fp32, tf32, bf16 };
-/// `fast`: window form, vectorised, parallel over rows and heads. `reference`: token by token from the equation, FP64.
+/// `fast`: window form, vectorised, parallel over rows and heads. `reference`: token by token from
+/// the equation, FP64.
 enum class KernelForm : uint8_t { fast, reference };
-/// `commit`: tokens are final, a plan flushes whenever its window is full. `verify`: outputs of the call's T tokens, which stay
-/// uncommitted drafts (DESIGN.md section 1, Speculation): when pending + T > window the pending records are folded and encoded first
-/// (position - 1 is the last committed token), pending becomes 0, and the outputs come from the unencoded state (from the new
+/// `commit`: tokens are final, a plan flushes whenever its window is full. `verify`: outputs of the
+/// call's T tokens, which stay uncommitted drafts (DESIGN.md section 1, Speculation): when pending
+/// + T > window the pending records are folded and encoded first (position - 1 is the last
+/// committed token), pending becomes 0, and the outputs come from the unencoded state (from the new
 /// read checkpoint with FlushOutput::read).
 enum class AdvanceMode : uint8_t { commit, verify };
 
@@ -44,10 +47,12 @@ struct HeadHealth {
   int64_t first_non_finite_position = -1;
 };
 
-/// One row of one layer. `position` is the absolute index of the first token of the call. `pending[p]` is h, the records since
-/// plan p's last flush; kernels update it (commit mode, and a verify call that folds). Packed checkpoints: head h at
-/// recurrence + h * recurrence_stride, in the format of its plan; `read` likewise, unused by plans with a shared checkpoint; `memory`
-/// likewise (memory_bytes of the recurrence format, then of the read format). `corrections` (GDN, KDA) is described there.
+/// One row of one layer. `position` is the absolute index of the first token of the call.
+/// `pending[p]` is h, the records since plan p's last flush; kernels update it (commit mode, and a
+/// verify call that folds). Packed checkpoints: head h at recurrence + h * recurrence_stride, in
+/// the format of its plan; `read` likewise, unused by plans with a shared checkpoint; `memory`
+/// likewise (memory_bytes of the recurrence format, then of the read format). `corrections` (GDN,
+/// KDA) is described there.
 struct StateRow {
   int64_t position = 0;
   uint32_t stream = 0;

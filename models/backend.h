@@ -196,11 +196,12 @@ class Backend {
   virtual void linear(const float* x, int64_t x_stride, std::span<const LinearPart> parts, float* y,
                       std::span<const TokenRange> ranges) = 0;
   /// Products of one input side by side as above for the `tokens` rows of x at once, on a device,
-  /// where arrays are of the compute type's own form: x and y are BF16 codes with BF16 compute,
-  /// FP32 otherwise; y stays FP32 if `fp32_result`, for one product. Throws std::logic_error on the
+  /// of activations in the compute type's own form: x and y are BF16 codes with BF16 compute, FP32
+  /// otherwise; y stays FP32 if `fp32_result`, for one product. Throws std::logic_error on the
   /// host.
-  virtual void linear_codes(const void* x, int64_t x_stride, std::span<const LinearPart> parts,
-                            void* y, int64_t tokens, bool fp32_result = false);
+  virtual void linear_activations(const void* x, int64_t x_stride,
+                                  std::span<const LinearPart> parts, void* y, int64_t tokens,
+                                  bool fp32_result = false);
   /// FP32 products in the fixed order for routers: as kernels' `linear`.
   virtual void linear_fp32(const float* x, int64_t m, int64_t x_stride, const WeightView& w,
                            float* y) = 0;

@@ -223,8 +223,8 @@ class CudaBackend : public Backend {
     linear_cuda(jobs, stream_);
     if (bf16_) round_to_cuda(WeightType::bf16, y, tokens * width, stream_);
   }
-  void linear_codes(const void* x, int64_t x_stride, std::span<const LinearPart> parts, void* y,
-                    int64_t tokens, bool fp32_result) override {
+  void linear_activations(const void* x, int64_t x_stride, std::span<const LinearPart> parts,
+                          void* y, int64_t tokens, bool fp32_result) override {
     const TokenRange whole{0, tokens};
     const int64_t in = parts[0].w->cols;
     int64_t width = 0;

@@ -31,12 +31,6 @@ WeightType weight_type(RecordType type) {
 
 std::byte* at(const Memory& memory, size_t bytes) { return memory.data() + bytes; }
 
-/// Row `row` of an array [rows, columns] of records; FP32 arrays have room for either type.
-std::byte* part(const Buffer& array, int64_t row, int64_t columns, RecordType type) {
-  return reinterpret_cast<std::byte*>(array.data()) +
-         static_cast<size_t>(row * columns) * record_bytes(type);
-}
-
 /// [rows, columns] on the device in the compute type's own form: floats, or BF16 codes.
 class Activations {
  public:
@@ -65,9 +59,20 @@ class Activations {
 /// Rows of one state precision, one after another.
 struct Band {
   int first = 0;
+  int run = 0;  // first row of the neighbouring bands with this type of records
   HeadPlan plan;
   RecordType records = RecordType::fp32;  // x, B, k, v as they enter the ring
 };
+
+/// The rows from a run's first one on in an array [rows, columns] that has room for FP32 records:
+/// those of a run lie without gaps, whatever their type.
+std::byte* run_part(const Buffer& array, int64_t run, int64_t columns) {
+  return reinterpret_cast<std::byte*>(array.data() + run * columns);
+}
+std::byte* band_part(const Buffer& array, const Band& band, int64_t columns) {
+  return run_part(array, band.run, columns) +
+         static_cast<size_t>((band.first - band.run) * columns) * record_bytes(band.records);
+}
 
 /// One recurrent layer of one band. Rings: Mamba-2 x, B, dt; GDN k, v, u, decay, beta.
 struct BandStates {
@@ -150,8 +155,8 @@ struct Decoder::Implementation {
   void for_runs(Work work) const {
     for (size_t b = 0; b < bands.size();) {
       size_t end = b + 1;
-      while (end < bands.size() && bands[end].records == bands[b].records) ++end;
-      work(bands[b].first, static_cast<int>(end - b) * options.rows_per_state, bands[b].records);
+      while (end < bands.size() && bands[end].run == bands[b].run) ++end;
+      work(bands[b].run, static_cast<int>(end - b) * options.rows_per_state, bands[b].records);
       b = end;
     }
   }
@@ -303,6 +308,8 @@ Decoder::Implementation::Implementation(const Model& m, DecoderOptions o)
     band.first = rows;
     band.plan = head_plan(state);
     band.records = state.options.ring == RingType::activation ? type : RecordType::fp32;
+    const bool joins = !bands.empty() && bands.back().records == band.records;
+    band.run = joins ? bands.back().run : rows;
     bands.push_back(std::move(band));
     rows += options.rows_per_state;
   }
@@ -368,7 +375,7 @@ Activations Decoder::Implementation::project(std::initializer_list<const LinearS
     width += layer->weight.rows;
   }
   Activations y = activations(width);
-  backend.linear_codes(x, stride, parts, y.at(0), rows);
+  backend.linear_activations(x, stride, parts, y.at(0), rows);
   return y;
 }
 
@@ -407,7 +414,7 @@ void Decoder::Implementation::convolve(
     step.type = records;
     for (size_t i = 0; i < parts.size(); ++i) {
       const auto& [array, columns] = parts[i];
-      step.parts[i] = {part(*array, first, columns, records), static_cast<int>(columns)};
+      step.parts[i] = {run_part(*array, first, columns), static_cast<int>(columns)};
     }
     conv_decode_cuda(conv, step, backend.stream());
   });
@@ -422,7 +429,7 @@ Decoder::Implementation::Outputs Decoder::Implementation::outputs(int64_t column
 std::byte* Decoder::Implementation::output_of(const Outputs& outputs, const Band& band) const {
   const int64_t columns = outputs.values.columns();
   if (band.records == type) return outputs.values.at(band.first * columns);
-  return part(outputs.wide, band.first, columns, band.records);
+  return band_part(outputs.wide, band, columns);
 }
 
 const Activations& Decoder::Implementation::rounded(const Outputs& outputs) const {
@@ -461,10 +468,10 @@ Activations Decoder::Implementation::mamba2(const Mamba2Spec& mixer, Slot& slot,
     const BandStates& states = slot.bands[b];
     Mamba2DecodeStep step;
     step.activation = band.records;
-    step.x = part(xs, band.first, inner, band.records);
+    step.x = band_part(xs, band, inner);
     step.dt = dt.data() + int64_t{band.first} * mixer.heads;
-    step.b = part(bs, band.first, group_width, band.records);
-    step.c = part(cs, band.first, group_width, band.records);
+    step.b = band_part(bs, band, group_width);
+    step.c = band_part(cs, band, group_width);
     step.y = output_of(outs, band);
     step.ring_x = states.first.data();
     step.ring_dt = reinterpret_cast<float*>(states.steps.data());
@@ -502,9 +509,9 @@ Activations Decoder::Implementation::gdn(const GdnSpec& mixer, Slot& slot, const
     const BandStates& states = slot.bands[b];
     GdnDecodeStep step;
     step.activation = band.records;
-    step.q = part(q, band.first, key_width, band.records);
-    step.k = part(k, band.first, key_width, band.records);
-    step.v = part(v, band.first, value_width, band.records);
+    step.q = band_part(q, band, key_width);
+    step.k = band_part(k, band, key_width);
+    step.v = band_part(v, band, value_width);
     step.decay_log2 = decay.data() + int64_t{band.first} * mixer.value_heads;
     step.beta = beta.data() + int64_t{band.first} * mixer.value_heads;
     step.o = output_of(outs, band);
@@ -664,7 +671,7 @@ void Decoder::Implementation::queue_step(int64_t most_positions) {
   const Buffer residual = self.embed(on_device(tokens), rows);
   const Activations out = layers(residual, most_positions);
   const LinearPart head{&spec.lm_head.weight, &spec.lm_head.bias};
-  backend.linear_codes(out.at(0), spec.hidden, {&head, 1}, logits.data(), rows, true);
+  backend.linear_activations(out.at(0), spec.hidden, {&head, 1}, logits.data(), rows, true);
   if (spec.logits_multiplier != 1.0f) {
     backend.scale(logits.data(), spec.vocabulary, spec.logits_multiplier, nullptr, rows,
                   spec.vocabulary, WeightType::fp32);

@@ -16,7 +16,7 @@
 namespace replayeval {
 
 /// Adds the time until its end to one kind of work; on a device only where the model is asked to
-/// wait for it (ModelOptions::timed), and not in work that is captured.
+/// wait for it (ModelOptions::timed).
 class Stopwatch {
  public:
   Stopwatch(double& seconds, Backend* waits)
@@ -69,7 +69,7 @@ struct Model::Implementation {
   Buffer buffer(int64_t size) const { return Buffer(*backend, size); }
   const float* constant(const std::vector<float>& host) const { return backend->constant(host); }
   Stopwatch watch(double& seconds) const {
-    const bool waits = options.timed && backend->on_device() && backend->stream() == nullptr;
+    const bool waits = options.timed && backend->on_device();
     return Stopwatch(seconds, waits ? backend.get() : nullptr);
   }
 

@@ -272,8 +272,8 @@ std::vector<LinearJob> expert_jobs(
   return jobs;
 }
 
-void Backend::linear_codes(const void*, int64_t, std::span<const LinearPart>, void*, int64_t,
-                           bool) {
+void Backend::linear_activations(const void*, int64_t, std::span<const LinearPart>, void*, int64_t,
+                                 bool) {
   throw std::logic_error("backend: the host multiplies FP32 arrays");
 }
 

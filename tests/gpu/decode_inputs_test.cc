@@ -196,7 +196,7 @@ TEST_CASE("gpu: scalars of a step have the bits of the functions over tokens") {
         const int64_t stride = 2 * heads + 3;
         std::vector<float> x = normals(static_cast<size_t>(kRows * stride), &random);
         for (float& value : x) value *= 8.0f;
-        x[0] = NAN;
+        x[0] = x[1] = NAN;
         round_to(type, x.data(), static_cast<int64_t>(x.size()));
         const std::vector<float> bias = normals(static_cast<size_t>(heads), &random),
                                  a_exp = normals(static_cast<size_t>(heads), &random);
@@ -372,7 +372,14 @@ TEST_CASE("gpu: wrong inputs of decode steps are refused") {
       std::invalid_argument);
   CHECK_THROWS_AS(choose_greedy_cuda(x.data(), 16, 2, 17, token.data(), nullptr),
                   std::invalid_argument);
-  CHECK_THROWS_AS(gdn_steps_cuda({}, -1, 2, x.data(), x.data()), std::invalid_argument);
+  const auto refuses_gdn = [&](int rows, int64_t stride, const float* a) {
+    CHECK_THROWS_AS(gdn_steps_cuda({WeightType::fp32, a, x.data(), stride, nullptr, x.data()}, rows,
+                                   2, x.data(), x.data()),
+                    std::invalid_argument);
+  };
+  refuses_gdn(-1, 2, x.data());
+  refuses_gdn(2, 1, x.data());
+  refuses_gdn(2, 2, nullptr);
   CHECK_THROWS_AS(mamba2_steps_cuda(WeightType::fp16, x.data(), 2, nullptr, 0, 1, 1, 2, x.data()),
                   std::invalid_argument);
 }

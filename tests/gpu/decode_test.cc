@@ -422,7 +422,8 @@ TEST_CASE("gpu: mamba2 decode of few FP32 checkpoints has the bits of the chunk 
   int rows = 1;
   for (Sizes sizes :
        {Sizes{3, 3, 8, 128}, Sizes{2, 1, 56, 64}, Sizes{6, 2, 64, 128}, Sizes{4, 2, 72, 256},
-        Sizes{4, 4, 80, 128}, Sizes{3, 1, 96, 64}, Sizes{2, 1, 128, 128}, Sizes{2, 2, 256, 256}}) {
+        Sizes{4, 4, 80, 128}, Sizes{3, 1, 96, 64}, Sizes{2, 1, 128, 128}, Sizes{2, 2, 256, 256},
+        Sizes{2, 1, 88, 256}, Sizes{2, 2, 8, 256}}) {
     for (int window : {1, 2, 5, 16, 17, 31, 32, 33}) {
       for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
         INFO("[" << sizes.head_dim << ", " << sizes.state_dim << "], L " << window << ", " << rows

@@ -200,11 +200,11 @@ TEST_CASE("gpu: functions of BF16 codes have the bits of the host's on FP32 arra
       };
       for (GateOrder order :
            {GateOrder::none, GateOrder::gate_first, GateOrder::norm_first, GateOrder::gate_only}) {
-        for (bool one_plus : {false, true}) {
-          INFO("order " << static_cast<int>(order));
+        for (int variant = 0; variant < 3; ++variant) {
+          INFO("order " << static_cast<int>(order) << ", variant " << variant);
           const bool gated = order != GateOrder::none;
-          const RmsNorm norm{weight.data(), size.weight, size.group,      1e-5f,
-                             one_plus,      order,       WeightType::bf16};
+          const RmsNorm norm{weight.data(), size.weight, size.group,       1e-5f,
+                             variant == 1,  order,       WeightType::bf16, variant != 2};
           RmsNorm device_norm = norm;
           device_norm.weight = device_weight.data();
           compare(
@@ -217,6 +217,15 @@ TEST_CASE("gpu: functions of BF16 codes have the bits of the host's on FP32 arra
                               gated ? device_gate.data() + at : nullptr, stride, y, stride,
                               size.rows, size.cols);
               });
+          // In place.
+          std::vector<float> all = x;
+          rms_norm(norm, all.data() + at, stride, gated ? gate.data() + at : nullptr, stride,
+                   all.data() + at, stride, size.rows, size.cols);
+          const DeviceArray<uint16_t> device_all(codes_of(x));
+          rms_norm_cuda(device_norm, device_all.data() + at, stride,
+                        gated ? device_gate.data() + at : nullptr, stride, device_all.data() + at,
+                        stride, size.rows, size.cols);
+          CHECK(different_codes(device_all.get(), codes_of(all), WeightType::bf16) == "");
           if (gated) continue;
           std::vector<float> y(shape.floats(), -7.0f);
           const DeviceArray<float> device_y(y);

@@ -17,21 +17,31 @@
 #include "models/state_store.h"
 #include "quant/format_file.h"
 #include "tests/gpu/gpu.h"
+#include "tests/support/case_file.h"
 
 namespace replayeval {
 namespace {
 
-std::unique_ptr<Model> open(const std::string& name, Device device,
-                            DenseMode dense = DenseMode::invariant,
-                            ComputeType compute = ComputeType::fp32) {
+std::string mini(const std::string& name) {
+  return std::string(REPLAYEVAL_SOURCE_DIR) + "/models/" + name;
+}
+
+std::unique_ptr<Model> open_folder(const std::string& folder, Device device, DenseMode dense,
+                                   ComputeType compute, Products products = Products::per_row) {
   ModelOptions options;
   options.compute = compute;
   options.dense = dense;
   options.device = device;
+  options.products = products;
   return std::make_unique<Model>(
-      Checkpoint::open(std::string(REPLAYEVAL_SOURCE_DIR) + "/models/" + name,
-                       compute == ComputeType::bf16 ? WeightType::bf16 : WeightType::fp32),
+      Checkpoint::open(folder, compute == ComputeType::bf16 ? WeightType::bf16 : WeightType::fp32),
       options);
+}
+
+std::unique_ptr<Model> open(const std::string& name, Device device,
+                            DenseMode dense = DenseMode::invariant,
+                            ComputeType compute = ComputeType::fp32) {
+  return open_folder(mini(name), device, dense, compute);
 }
 
 NamedFormats formats() {
@@ -104,6 +114,92 @@ void check_equal_bits(const std::vector<float>& got, const std::vector<float>& e
   CHECK_MESSAGE(differing == 0, what << ": " << differing << " of " << got.size()
                                      << " differ, element " << worst << ": got " << got[worst]
                                      << ", expected " << expected[worst]);
+}
+
+/// Rows of every state, two each, through the decoder and through forward: the same bits, of logits
+/// and of checkpoints.
+void compare_decoding(const Model& model, const std::vector<std::string>& names, int64_t prompt,
+                      const std::string& what) {
+  constexpr int kEach = 2;
+  constexpr int kSteps = 40;
+  const int64_t vocabulary = model.spec().vocabulary;
+  DecoderOptions options;
+  for (const std::string& state : names) options.states.push_back(precision(state));
+  options.baseline = precision("fp32");
+  options.rows_per_state = kEach;
+  options.most_positions = 2000;
+  options.cache_positions = 3000;
+  Decoder decoder(model, options);
+  REQUIRE(decoder.rows() == kEach * static_cast<int>(names.size()));
+  // Row 0 of each state takes its place at 41 tokens, row 1 at 67 of other tokens, and the
+  // first is given up after 20 steps.
+  std::vector<int32_t> tokens = some_tokens(400);
+  for (int32_t& token : tokens) token %= static_cast<int32_t>(vocabulary);
+  std::vector<StateSet> sets;
+  std::vector<int> rows;
+  for (int each = 0; each < kEach; ++each) {
+    const int length = each == 0 ? 41 : 67;
+    StateSet& set = sets.emplace_back(make_states(model, names, prompt));
+    const std::vector<int32_t> begin(tokens.begin() + 100 * each,
+                                     tokens.begin() + 100 * each + length);
+    run(model, set, begin, {33, 1, 5});
+    for (size_t s = 0; s < names.size(); ++s) {
+      const int row = decoder.reserve(static_cast<int>(s), length + kSteps);
+      REQUIRE(row == static_cast<int>(s) * kEach + each);
+      decoder.admit(row, set, static_cast<int>(s));
+      CHECK(decoder.position(row) == length);
+    }
+  }
+  CHECK(decoder.reserve(0, 100) == -1);
+  std::vector<float> logits(static_cast<size_t>(vocabulary));
+  for (int step = 0; step < kSteps; ++step) {
+    std::vector<int32_t> next(static_cast<size_t>(decoder.rows()));
+    std::vector<std::vector<float>> expected;
+    for (int each = 0; each < kEach; ++each) {
+      if (each == 0 && step >= 20) continue;
+      const int32_t token = tokens[static_cast<size_t>(200 + 50 * each + step)];
+      const auto forward = run(model, sets[static_cast<size_t>(each)], {token}, {1});
+      for (size_t s = 0; s < names.size(); ++s) {
+        next[s * kEach + static_cast<size_t>(each)] = token;
+        expected.push_back(forward[s]);
+      }
+    }
+    const auto choices = decoder.step(next);
+    size_t i = 0;
+    for (int each = 0; each < kEach; ++each) {
+      if (each == 0 && step >= 20) continue;
+      for (size_t s = 0; s < names.size(); ++s, ++i) {
+        const int row = static_cast<int>(s) * kEach + each;
+        decoder.logits(row, logits.data());
+        check_equal_bits(logits, expected[i],
+                         what + ", " + names[s] + ", step " + std::to_string(step));
+        const auto best = std::max_element(expected[i].begin(), expected[i].end());
+        CHECK(choices[static_cast<size_t>(row)].token == best - expected[i].begin());
+      }
+    }
+    if (step != 19) continue;
+    for (size_t s = 0; s < names.size(); ++s) {
+      const int row = static_cast<int>(s) * kEach;
+      for (const StateStore* store : sets[0].stores()) {
+        for (StateRole role : {StateRole::recurrence, StateRole::read}) {
+          const StateCodec& codec = role == StateRole::read && options.states[s].read
+                                        ? *options.states[s].read
+                                        : options.states[s].recurrence;
+          const size_t size = static_cast<size_t>(store->shape().state.elements());
+          const size_t bytes = packed_bytes(*codec.format, store->shape().state);
+          const auto packed = decoder.packed(store->shape().layer, row, role);
+          std::vector<float> have(size), want(size);
+          for (int h = 0; h < store->shape().heads; ++h) {
+            decode_head(*codec.format, store->shape().state,
+                        packed.data() + static_cast<size_t>(h) * bytes, have.data());
+            store->decode(static_cast<int>(s), h, role, want.data());
+            check_equal_bits(have, want, what + ", " + names[s] + ", state");
+          }
+        }
+      }
+      decoder.release(row);
+    }
+  }
 }
 
 const std::vector<std::string> kStates = {
@@ -272,7 +368,9 @@ TEST_SUITE("gpu") {
 
   TEST_CASE("captured decoding has the bits of forward, one token a row") {
     if (!test::gpu()) return;
-    const std::vector<std::string> names = {"fp32",
+    // FP32 records before BF16 ones, and behind them.
+    const std::vector<std::string> names = {"fp32@ring=fp32",
+                                            "fp32",
                                             "fp16+sr",
                                             "fp8+sr",
                                             "nvfp4+sr",
@@ -283,92 +381,72 @@ TEST_SUITE("gpu") {
                                             "five+sr",
                                             "nvfp4+sr@ring=fp32;L=5",
                                             "fp32/nvfp4@flush_output=read"};
-    constexpr int kEach = 2;
-    constexpr int kSteps = 40;
     for (const char* name : {"mini-mamba2", "mini-gdn"}) {
       for (ComputeType compute : {ComputeType::fp32, ComputeType::bf16}) {
+        const auto model = open(name, Device::cuda, DenseMode::invariant, compute);
         for (int64_t prompt : {int64_t{0}, int64_t{30}}) {
-          const auto model = open(name, Device::cuda, DenseMode::invariant, compute);
-          const int64_t vocabulary = model->spec().vocabulary;
-          DecoderOptions options;
-          for (const std::string& state : names) options.states.push_back(precision(state));
-          options.baseline = precision("fp32");
-          options.rows_per_state = kEach;
-          options.most_positions = 2000;
-          options.cache_positions = 3000;
-          Decoder decoder(*model, options);
-          REQUIRE(decoder.rows() == kEach * static_cast<int>(names.size()));
-          // Row 0 of each state takes its place at 41 tokens, row 1 at 67 of other tokens, and the
-          // first is given up after 20 steps.
-          const std::vector<int32_t> tokens = some_tokens(400);
-          std::vector<StateSet> sets;
-          std::vector<int> rows;
-          for (int each = 0; each < kEach; ++each) {
-            const int length = each == 0 ? 41 : 67;
-            StateSet& set = sets.emplace_back(make_states(*model, names, prompt));
-            const std::vector<int32_t> begin(tokens.begin() + 100 * each,
-                                             tokens.begin() + 100 * each + length);
-            run(*model, set, begin, {33, 1, 5});
-            for (size_t s = 0; s < names.size(); ++s) {
-              const int row = decoder.reserve(static_cast<int>(s), length + kSteps);
-              REQUIRE(row == static_cast<int>(s) * kEach + each);
-              decoder.admit(row, set, static_cast<int>(s));
-              CHECK(decoder.position(row) == length);
-            }
-          }
-          CHECK(decoder.reserve(0, 100) == -1);
-          std::vector<float> logits(static_cast<size_t>(vocabulary));
-          for (int step = 0; step < kSteps; ++step) {
-            std::vector<int32_t> next(static_cast<size_t>(decoder.rows()));
-            std::vector<std::vector<float>> expected;
-            for (int each = 0; each < kEach; ++each) {
-              if (each == 0 && step >= 20) continue;
-              const int32_t token = tokens[static_cast<size_t>(200 + 50 * each + step)];
-              const auto forward = run(*model, sets[static_cast<size_t>(each)], {token}, {1});
-              for (size_t s = 0; s < names.size(); ++s) {
-                next[s * kEach + static_cast<size_t>(each)] = token;
-                expected.push_back(forward[s]);
-              }
-            }
-            const auto choices = decoder.step(next);
-            size_t i = 0;
-            for (int each = 0; each < kEach; ++each) {
-              if (each == 0 && step >= 20) continue;
-              for (size_t s = 0; s < names.size(); ++s, ++i) {
-                const int row = static_cast<int>(s) * kEach + each;
-                decoder.logits(row, logits.data());
-                check_equal_bits(
-                    logits, expected[i],
-                    std::string(name) + ", " + names[s] + ", step " + std::to_string(step));
-                const auto best = std::max_element(expected[i].begin(), expected[i].end());
-                CHECK(choices[static_cast<size_t>(row)].token == best - expected[i].begin());
-              }
-            }
-            if (step != 19) continue;
-            for (size_t s = 0; s < names.size(); ++s) {
-              const int row = static_cast<int>(s) * kEach;
-              for (const StateStore* store : sets[0].stores()) {
-                for (StateRole role : {StateRole::recurrence, StateRole::read}) {
-                  const StateCodec& codec = role == StateRole::read && options.states[s].read
-                                                ? *options.states[s].read
-                                                : options.states[s].recurrence;
-                  const size_t size = static_cast<size_t>(store->shape().state.elements());
-                  const size_t bytes = packed_bytes(*codec.format, store->shape().state);
-                  const auto packed = decoder.packed(store->shape().layer, row, role);
-                  std::vector<float> have(size), want(size);
-                  for (int h = 0; h < store->shape().heads; ++h) {
-                    decode_head(*codec.format, store->shape().state,
-                                packed.data() + static_cast<size_t>(h) * bytes, have.data());
-                    store->decode(static_cast<int>(s), h, role, want.data());
-                    check_equal_bits(have, want, names[s] + ", state");
-                  }
-                }
-              }
-              decoder.release(row);
-            }
+          compare_decoding(*model, names, prompt,
+                           std::string(name) + ", prompt " + std::to_string(prompt));
+        }
+      }
+    }
+  }
+
+  // What the small models have not: multipliers, two branches of a block, gates without a norm,
+  // groups, tied embeddings, heads without rotary embedding.
+  TEST_CASE("captured decoding of every dense reference model has the bits of forward") {
+    if (!test::gpu()) return;
+    for (const char* name :
+         {"bamba-small", "falcon_h1-nonorm", "falcon_h1-norm", "mamba2-groups", "mamba2-tied",
+          "nemotron_h-dense", "qwen3_5-dense", "qwen3_5-dense-hub"}) {
+      const std::string folder = test::case_path(std::string("models-ref/") + name);
+      if (folder.empty()) continue;
+      for (ComputeType compute : {ComputeType::fp32, ComputeType::bf16}) {
+        const auto model = open_folder(folder, Device::cuda, DenseMode::invariant, compute);
+        compare_decoding(*model, {"fp32@ring=fp32", "fp16+sr/nvfp4", "fp32"}, 0, name);
+      }
+    }
+  }
+
+  // The products of both are the library's in BF16, of other shapes: an operand may round the other
+  // way (2^-9), which moves a logit by about sqrt(30) 2^-9 = 1 % of the largest (see above).
+  TEST_CASE("captured decoding with the library's products stays close to forward") {
+    if (!test::gpu()) return;
+    for (const char* name : {"mini-mamba2", "mini-gdn"}) {
+      const auto model = open_folder(mini(name), Device::cuda, DenseMode::fast, ComputeType::bf16,
+                                     Products::together);
+      DecoderOptions options;
+      options.states = {precision("fp32")};
+      options.baseline = precision("fp32");
+      options.rows_per_state = 3;
+      options.most_positions = 200;
+      options.cache_positions = 600;
+      Decoder decoder(*model, options);
+      const std::vector<int32_t> tokens = some_tokens(100);
+      StateSet states = make_states(*model, {"fp32"});
+      run(*model, states, {tokens.begin(), tokens.begin() + 50}, {50});
+      for (int row = 0; row < 3; ++row) {
+        REQUIRE(decoder.reserve(0, 100) == row);
+        decoder.admit(row, states, 0);
+      }
+      const auto expected = run(*model, states, tokens, {1}, 50);
+      const auto vocabulary = static_cast<size_t>(model->spec().vocabulary);
+      std::vector<float> logits(vocabulary);
+      double sum = 0, most = 0;
+      for (size_t t = 50; t < tokens.size(); ++t) {
+        decoder.step(std::vector<int32_t>(3, tokens[t]));
+        for (int row = 0; row < 3; ++row) {
+          decoder.logits(row, logits.data());
+          for (size_t v = 0; v < vocabulary; ++v) {
+            const float want = expected[0][(t - 50) * vocabulary + v];
+            sum += std::pow(logits[v] - want, 2);
+            most = std::max<double>(most, std::fabs(want));
           }
         }
       }
+      const double rms = std::sqrt(sum / static_cast<double>(150 * vocabulary));
+      MESSAGE(name << ": rms " << rms << " of " << most);
+      CHECK(rms < 0.01 * most);
     }
   }
 
