@@ -143,20 +143,25 @@ int run_gpu_decode_bench(const GpuBenchOptions& options, std::FILE* out) {
       w.rows = options.rows;
       w.layers = options.layers;
       w.cycles = options.cycles;
-      for (int phase = 0; phase < 3; ++phase) {
-        w.staggered = phase == 0;
-        w.only_reads = phase == 2;
+      struct Steps {
+        const char* name;
+        RowPhases phases;
+        bool only_reads;
+      };
+      for (const Steps& steps : {Steps{"staggered", RowPhases::staggered, false},
+                                 Steps{"clustered", RowPhases::clustered, false},
+                                 Steps{"in step", RowPhases::in_step, false},
+                                 Steps{"reads only", RowPhases::in_step, true}}) {
+        w.phases = steps.phases;
+        w.only_reads = steps.only_reads;
         const DecodeTiming t = time_decode(w);
         const double rate = t.bytes / t.seconds;
-        const char* checked = phase == 2             ? "not flushed"
+        const char* checked = w.only_reads           ? "not flushed"
                               : t.difference.empty() ? "equal"
                                                      : t.difference.c_str();
-        std::fprintf(
-            out, "%-12s %-16s %-10s %9.1f %9.1f %9.2f %6.0f%%  %s\n", shape.c_str(), state.c_str(),
-            phase == 0   ? "staggered"
-            : phase == 1 ? "in step"
-                         : "reads only",
-            t.seconds * 1e6, t.bytes * 1e-6, rate * 1e-12, 100 * rate / rates.read, checked);
+        std::fprintf(out, "%-12s %-16s %-10s %9.1f %9.1f %9.2f %6.0f%%  %s\n", shape.c_str(),
+                     state.c_str(), steps.name, t.seconds * 1e6, t.bytes * 1e-6, rate * 1e-12,
+                     100 * rate / rates.read, checked);
         std::fflush(out);
         if (!t.difference.empty()) result = 1;
       }

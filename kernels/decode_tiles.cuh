@@ -40,6 +40,24 @@ class Divisor {
   uint32_t inverse_;
 };
 
+/// Calls body(row) for every `step`-th of the rows that flush, the `first`-th of them and on, in
+/// turn: an even share wherever they lie. By all threads of a block.
+template <class Body>
+__device__ __forceinline__ void each_flushing_row(const DecodeRows& rows, int window, int first,
+                                                  int step, Body&& body) {
+  int skip = first;
+  for (int base = 0; base < rows.rows; base += 32) {
+    const int r = base + static_cast<int>(threadIdx.x & 31);
+    unsigned flushing = __ballot_sync(0xFFFFFFFFu, r < rows.rows && rows.pending[r] + 1 == window);
+    for (; __popc(flushing) > skip; skip = step - 1) {
+      for (; skip > 0; --skip) flushing &= flushing - 1u;
+      body(base + __ffs(static_cast<int>(flushing)) - 1);
+      flushing &= flushing - 1u;
+    }
+    skip -= __popc(flushing);
+  }
+}
+
 constexpr int kMostTileRows = 1024;  // of a launch
 
 /// The tiles of a launch: rows first_row .. of row_units units of `tiles` tiles; those of rows that
@@ -438,6 +456,8 @@ bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
 bool mamba2_flush_rows(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
                        const DecodeStates& states, const Mamba2DecodeStep& step, CudaStream stream);
 bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
+                    const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
+bool gdn_flush_rows(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                     const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
 
 }  // namespace replayeval

@@ -2,8 +2,8 @@
 // to shared memory in copies that need no thread while the keys of the window are normalised and
 // multiplied; then a thread owns a row of the state, so that each of its two sums over key_dim (S k
 // and S q) is one chain, in the order of kernels/gdn.h. Rows that flush are served by a second
-// kernel, which is the window code of the chunk kernels on the ring. Plain FP32 checkpoints have
-// kernels of their own (gdn_decode_fp32.cu, gdn_decode_few.cu).
+// kernel: gdn_decode_flush.cu, or here the window code of the chunk kernels on the ring. Plain FP32
+// checkpoints have kernels of their own (gdn_decode_fp32.cu, gdn_decode_few.cu).
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -425,16 +425,14 @@ __global__ void __launch_bounds__(512) gdn_read(const __grid_constant__ GdnDecod
   }
 }
 
-/// The rows that flush; a block takes one head and some neighbouring rows.
+/// The rows that flush; a block takes one head and every gridDim.y-th of them.
 __global__ void __launch_bounds__(kFlushThreads)
     gdn_flush(const __grid_constant__ GdnDecodeLaunch p) {
   extern __shared__ __align__(16) std::byte shared[];
   const GdnLayer& layer = p.layer;
   const int head_index = blockIdx.x, window = p.plan.window;
-  const int count = (p.rows.rows + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
-  const int first = static_cast<int>(blockIdx.y) * count, last = min(first + count, p.rows.rows);
-  for (int row = first; row < last; ++row) {
-    if (p.rows.pending[row] + 1 != window) continue;
+  const int start = static_cast<int>(blockIdx.y), step = static_cast<int>(gridDim.y);
+  each_flushing_row(p.rows, window, start, step, [&](int row) {
     DeviceRow device_row{};
     device_row.position = p.rows.position[row];
     device_row.stream = p.rows.stream[row];
@@ -467,14 +465,14 @@ __global__ void __launch_bounds__(kFlushThreads)
     __syncthreads();
     const RingInputs in{&p, row, head_index, head_index / (layer.value_heads / layer.key_heads),
                         window - 1};
-    const GdnSpan<RingInputs> step{&layer, p.query_scale, &head, in, work, at};
+    const GdnSpan<RingInputs> fold{&layer, p.query_scale, &head, in, work, at};
     WalkSpan span{1 - window, window, 0, true, false};
     // With flush_output `read` the output is the reading kernel's.
-    step(span, p.plan.flush_output == FlushOutput::read);
+    fold(span, p.plan.flush_output == FlushOutput::read);
     head.flush(device_row.position, 0.0f, true);
     head.finish();
     __syncthreads();
-  }
+  });
 }
 
 using Kernel = void (*)(const GdnDecodeLaunch);
@@ -599,6 +597,7 @@ void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
     start(read_kernel(kind), dim3(static_cast<unsigned>(rows.rows * layer.value_heads)), threads,
           static_cast<size_t>(at.end));
   }
+  if (gdn_flush_rows(layer, plan, rows, states, step, stream)) return;
   const GdnLayout at(layer.value_dim, layer.key_dim, plan.window, false, false);
   const dim3 some(static_cast<unsigned>(layer.value_heads),
                   static_cast<unsigned>(std::min(rows.rows, plan.window == 1 ? 65535 : 32)));

@@ -1,6 +1,7 @@
 // What the decode kernels of GDN share that work on units (gdn_decode_fp32.cu,
-// gdn_decode_nvfp4.cu, gdn_decode_few.cu): what a unit, the value heads of one key head of one row,
-// needs beside checkpoints and corrections. Its keys are normalised and multiplied once.
+// gdn_decode_nvfp4.cu, gdn_decode_few.cu, gdn_decode_flush.cu): what a unit, the value heads of one
+// key head of one row, needs beside checkpoints and corrections. Its keys are normalised and
+// multiplied once.
 #pragma once
 
 #include "kernels/decode_tiles.cuh"

@@ -89,7 +89,10 @@ class DecodeBench {
     };
     const int window = w.plan.window;
     for (int r = 0; r < w.rows; ++r) {
-      pending_.push_back(w.only_reads ? window / 2 : w.staggered ? r % window : 0);
+      pending_.push_back(w.only_reads                       ? window / 2
+                         : w.phases == RowPhases::staggered ? r % window
+                         : w.phases == RowPhases::clustered ? r * window / w.rows
+                                                            : 0);
       position_.push_back(1000 + pending_.back());
       stream_.push_back(static_cast<uint32_t>(r));
     }

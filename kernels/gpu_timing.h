@@ -19,6 +19,10 @@ struct DeviceRates {
 };
 DeviceRates measure_device_rates(size_t bytes = size_t{4} << 30);
 
+/// Where rows are in their windows: from row to row one place on; neighbours at the same place, as
+/// many rows at each; all at the same.
+enum class RowPhases : uint8_t { staggered, clustered, in_step };
+
 /// What to time. `layer` and `gdn` give sizes; their arrays are not used.
 struct DecodeWorkload {
   bool is_gdn = false;
@@ -27,9 +31,9 @@ struct DecodeWorkload {
   HeadPlan plan;
   RecordType activation = RecordType::bf16;
   int rows = 256;
-  int layers = 4;         // at least so many that their states together are several times the cache
-  int cycles = 3;         // timed, after one that is not
-  bool staggered = true;  // rows at different places of their windows, else in step
+  int layers = 4;  // at least so many that their states together are several times the cache
+  int cycles = 3;  // timed, after one that is not
+  RowPhases phases = RowPhases::staggered;
   bool only_reads = false;  // every step in the middle of the window; nothing is flushed
 };
 

@@ -448,17 +448,15 @@ __global__ void __launch_bounds__(256) decode_read(const __grid_constant__ Decod
 }
 
 /// The rows that flush: fold, output, encoding of both roles. A block takes one head and every
-/// gridDim.y-th row.
+/// gridDim.y-th of them.
 template <class Act>
 __global__ void __launch_bounds__(256) decode_flush(const __grid_constant__ DecodeLaunch p) {
   extern __shared__ __align__(16) std::byte shared[];
-  const int count = (p.rows.rows + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
-  const int first = static_cast<int>(blockIdx.y) * count, last = min(first + count, p.rows.rows);
-  for (int row = first; row < last; ++row) {
-    if (p.rows.pending[row] + 1 != p.plan.window) continue;
-    flush_head<Act>(p, row, static_cast<int>(blockIdx.x), shared);
-    __syncthreads();
-  }
+  each_flushing_row(p.rows, p.plan.window, static_cast<int>(blockIdx.y),
+                    static_cast<int>(gridDim.y), [&](int row) {
+                      flush_head<Act>(p, row, static_cast<int>(blockIdx.x), shared);
+                      __syncthreads();
+                    });
 }
 
 using Kernel = void (*)(const DecodeLaunch);

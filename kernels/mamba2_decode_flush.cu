@@ -2,7 +2,6 @@
 // and the codes of both roles with a head's matrix in registers. A block takes heads of such rows
 // in turn; the next head's inputs come while codes are made.
 #include "kernels/decode_codes.cuh"
-#include "kernels/decode_tiles.cuh"
 
 namespace replayeval {
 namespace {
@@ -16,10 +15,9 @@ struct Launch {
   DecodeStates states;
   Mamba2DecodeStep step;
   TileWork work;
-  FormatDescriptor formats[2];  // recurrence, read
-  uint64_t seed;
+  FlushRoles roles;
   size_t packed;  // bytes of a recurrence head
-  bool separate, stochastic[2], output;
+  bool output;
   Divisor group_heads;
 };
 
@@ -63,6 +61,7 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
   const int row[2] = {own < half ? own : head_dim, own < half ? half + own : head_dim};
   const bool has_row[2] = {row[0] < half, row[1] < head_dim};
   const TileShare share(p.work, shared + at.share);
+  const HeadCopy<LaneColumns> state = p.roles.copy<LaneColumns>(shared + at.state, head_dim);
   HeadMax head_max(reinterpret_cast<float*>(shared + at.words), 0, 1);
   const int64_t x_stride = int64_t{layer.heads} * head_dim,
                 b_stride = int64_t{layer.groups} * kRowColumns;
@@ -75,10 +74,10 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
   };
   const auto copy_inputs = [&](int item) {
     const Place place = place_of(item);
-    const std::byte* state =
+    const std::byte* from =
         p.states.recurrence + place.row * p.states.row_stride + place.head * p.states.head_stride;
     for (int i = 16 * tid; i < static_cast<int>(p.packed); i += 16 * threads)
-      copy_async(shared + at.state + i, state + i);
+      copy_async(shared + at.state + i, from + i);
     const int64_t own_x = place.row * x_stride + int64_t{place.head} * head_dim,
                   ring_x = place.row * window * x_stride + int64_t{place.head} * head_dim,
                   own_b = place.row * b_stride + place.group * kRowColumns,
@@ -151,26 +150,11 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
       }
     }
     __syncthreads();
-    const int position = static_cast<int>(p.rows.position[place.row]);
     float4 v[2][kRowQuads];
     const float carry = weights[window];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const FormatDescriptor& d = p.formats[0];
-      constexpr FloatFormat fp16 = kFp16;
-      if (d.element == ElementKind::floating && d.number == fp16 && !d.scaled()) {
-        const std::byte* from = shared + at.state + own_rows[r] * (2 * kRowColumns) + 8 * part;
-#pragma unroll
-        for (int i = 0; i < kRowQuads; ++i)
-          v[r][i] = four_fp16(*reinterpret_cast<const uint2*>(from + 32 * i));
-      } else if (d.element == ElementKind::fp32 && !d.scaled()) {
-        const std::byte* from = shared + at.state + own_rows[r] * (4 * kRowColumns) + 16 * part;
-#pragma unroll
-        for (int i = 0; i < kRowQuads; ++i)
-          v[r][i] = load4(reinterpret_cast<const float*>(from + 64 * i));
-      } else {
-        decode_rows<LaneColumns>(d, head_dim, shared + at.state, own_rows[r], part, v[r]);
-      }
+      state.row(own_rows[r], part, v[r]);
 #pragma unroll
       for (int i = 0; i < kRowQuads; ++i) {
         const float4 from = v[r][i];
@@ -207,50 +191,10 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
         }
       }
     }
-    float quad[2][kRowQuads], largest[2];
-    bool odd[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      measure_quads(v[r], quad[r], &largest[r], &odd[r]);
-      if (!has_row[r]) largest[r] = 0.0f, odd[r] = false;
-    }
-    head_max.publish(fmaxf(largest[0], largest[1]));
-    const float head_amax = head_max.collect();  // and all have read the inputs
-    if (item + 1 < end) copy_inputs(item + 1);
-    ThreadCounts counts;
-#pragma unroll 1
-    for (int k = p.separate ? 1 : 0; k >= 0; --k) {
-      const RandomKey key{p.seed,
-                          p.rows.stream[place.row],
-                          static_cast<uint32_t>(layer.layer),
-                          static_cast<uint32_t>(layer.head_offset + place.head),
-                          0,
-                          k == 1 ? StateRole::read : StateRole::recurrence};
-      const Role role = make_role(p.formats[k], p.stochastic[k], device_philox_key(key),
-                                  k == 1 ? p.states.read + place.row * p.states.read_row_stride +
-                                               place.head * p.states.read_head_stride
-                                         : p.states.recurrence + place.row * p.states.row_stride +
-                                               place.head * p.states.head_stride);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const Numbers numbers{v[r],      quad[r],  largest[r],
-                              head_amax, odd[r],   row[r],
-                              part,      head_dim, static_cast<uint32_t>(position),
-                              true};
-        ThreadCounts own_counts;
-        store_rows<LaneColumns>(role, numbers, &own_counts);
-        // Rows past the head's end held zeros times records, which may be anything.
-        if (has_row[r]) counts.add(own_counts);
-      }
-    }
-    if (!p.states.health) continue;
-    HeadHealth* health = p.states.health + int64_t{place.row} * layer.heads + place.head;
-    add_health(&health->encode, static_cast<uint64_t>(p.separate ? 2 : 1) * head_dim * kRowColumns,
-               counts);
-    if (__any_sync(0xFFFFFFFFu, odd[0] || odd[1]) && (tid & 31) == 0) {
-      atomicMin(reinterpret_cast<unsigned long long*>(&health->first_non_finite_position),
-                static_cast<unsigned long long>(p.rows.position[place.row]));
-    }
+    p.roles.store<LaneColumns>(p.rows, p.states, place.row, place.head, layer.heads, head_dim, v,
+                               row, part, &head_max, [&] {
+                                 if (item + 1 < end) copy_inputs(item + 1);
+                               });
   }
 }
 
@@ -259,16 +203,13 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
 bool mamba2_flush_rows(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
                        const DecodeStates& states, const Mamba2DecodeStep& step,
                        CudaStream stream) {
-  const FormatDescriptor& d = plan.recurrence.format->descriptor;
   if (plan.dot != DotType::fp32 || layer.head_dim > kMostRows || plan.window >= 32 ||
-      !row_codec_takes(*plan.recurrence.format, layer.state_dim) ||
-      (plan.read && !row_codec_takes(*plan.read->format, layer.state_dim))) {
+      !FlushRoles::takes(plan, layer.state_dim)) {
     return false;
   }
   const bool bf16 = step.activation == RecordType::bf16;
-  const size_t packed =
-      (packed_bytes(*plan.recurrence.format, StateShape{layer.head_dim, layer.state_dim}) + 15) /
-      16 * 16;
+  const StateShape shape{layer.head_dim, layer.state_dim};
+  const size_t packed = (packed_bytes(*plan.recurrence.format, shape) + 15) / 16 * 16;
   const int threads = (kRowThreads * ((layer.head_dim + 1) / 2) + 31) / 32 * 32;
   const Layout at(layer.head_dim, plan.window, bf16 ? 2 : 4, packed);
   const size_t shared =
@@ -276,27 +217,18 @@ bool mamba2_flush_rows(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
   const auto kernel = bf16 ? flush_rows<__nv_bfloat16> : flush_rows<float>;
   if (shared > block_shared_limit()) return false;
   allow_shared(kernel, shared);
-  int each = 0, count = 0, device = 0;
-  CUDA_CHECK(cudaGetDevice(&device));
-  CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared));
-  const FormatDescriptor& read = plan.read ? plan.read->format->descriptor : d;
+  const int64_t resident = resident_blocks(kernel, threads, shared);
   TileWork::each(rows, plan.window, false, 1, layer.heads, 1, [&](const TileWork& work) {
     const Launch launch{layer,
                         rows,
                         states,
                         step,
                         work,
-                        {d, read},
-                        plan.seed,
+                        FlushRoles(plan, shape, layer.layer, layer.head_offset),
                         packed,
-                        plan.read.has_value(),
-                        {plan.recurrence.rounding == Rounding::stochastic,
-                         plan.read && plan.read->rounding == Rounding::stochastic},
                         plan.flush_output == FlushOutput::recurrence,
                         Divisor(layer.heads / layer.groups)};
-    const int64_t most = int64_t{work.rows} * layer.heads;
-    kernel<<<static_cast<unsigned>(std::min<int64_t>(most, int64_t{each} * count)),
+    kernel<<<static_cast<unsigned>(std::min(int64_t{work.rows} * layer.heads, resident)),
              static_cast<unsigned>(threads), shared, stream>>>(launch);
     CUDA_CHECK(cudaGetLastError());
   });

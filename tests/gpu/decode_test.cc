@@ -67,7 +67,9 @@ struct Sizes {
   int heads, groups, head_dim, state_dim;
 };
 
-void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type, int row_count = 5) {
+/// Neighbouring rows, `together` of them at a time, are at the same place of their windows.
+void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type, int row_count = 5,
+                    int together = 1) {
   constexpr int kSteps = 23;
   const int window = plan.window, tokens = kSteps + window;
   const StateShape shape{sizes.head_dim, sizes.state_dim};
@@ -123,7 +125,7 @@ void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type, int row_
     streams.push_back(40u + r);
     recurrence.insert(recurrence.end(), rows[r].recurrence().begin(), rows[r].recurrence().end());
     read.insert(read.end(), rows[r].read().begin(), rows[r].read().end());
-    pending.push_back(r * 3 % window);
+    pending.push_back(r / together * 3 % window);
     done.push_back(0);
     if (pending[r] > 0) host_step(r, pending[r]);
   }
@@ -210,7 +212,9 @@ struct GdnSizes {
   int key_heads, value_heads, value_dim, key_dim;
 };
 
-void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type, int row_count = 5) {
+/// As compare_mamba2; with `infinite` a number of row 0's fourth token is.
+void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type, int row_count = 5,
+                 int together = 1, bool infinite = false) {
   constexpr int kSteps = 23;
   const int window = plan.window, tokens = kSteps + window;
   const StateShape shape{sizes.value_dim, sizes.key_dim};
@@ -224,6 +228,7 @@ void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type, int row_
     for (float& x : s->values) x = bf16_normal(&random);
   }
   std::uniform_real_distribution<float> unit(0.0f, 1.0f);
+  if (infinite) v.at(0, 3)[1] = INFINITY;
   for (float& x : g.values) x = -std::exp(6.0f * unit(random) - 5.0f);
   for (float& x : beta.values) x = unit(random);
   GdnLayer layer;
@@ -262,7 +267,7 @@ void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type, int row_
     streams.push_back(40u + r);
     recurrence.insert(recurrence.end(), rows[r].recurrence().begin(), rows[r].recurrence().end());
     read.insert(read.end(), rows[r].read().begin(), rows[r].read().end());
-    pending.push_back(r * 3 % window);
+    pending.push_back(r / together * 3 % window);
     done.push_back(0);
     if (pending[r] > 0) host_step(r, pending[r]);
   }
@@ -324,8 +329,12 @@ void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type, int row_
                            rows[r].recurrence().end());
     want_read.insert(want_read.end(), rows[r].read().begin(), rows[r].read().end());
     for (int h = 0; h < sizes.value_heads; ++h) {
-      CHECK(got[r * sizes.value_heads + h].encode.elements == rows[r].health()[h].encode.elements);
-      CHECK(got[r * sizes.value_heads + h].encode.clipped == rows[r].health()[h].encode.clipped);
+      const HeadHealth &own = got[r * sizes.value_heads + h], &host = rows[r].health()[h];
+      CHECK(own.encode.elements == host.encode.elements);
+      CHECK(own.encode.clipped == host.encode.clipped);
+      CHECK(own.encode.saturated == host.encode.saturated);
+      CHECK(own.encode.non_finite == host.encode.non_finite);
+      CHECK(own.first_non_finite_position == host.first_non_finite_position);
     }
   }
   CHECK(different_bytes(device_recurrence.get(), want_recurrence) == "");
@@ -480,6 +489,64 @@ TEST_CASE("gpu: gdn decode of many FP32 checkpoints has the bits of the chunk ke
         compare_gdn(sizes, gdn_plan(window, window == 7 ? RecordType::bf16 : RecordType::fp32),
                     type,
                     rows_beyond(kFewGdnBytes, sizes.value_heads, sizes.value_dim, sizes.key_dim));
+      }
+    }
+  }
+}
+
+// The kernels that encode with a head's matrix in registers: value rows from a few to several warps
+// of them, corrections of the ring that are taken, made again, or kept in BF16.
+TEST_CASE("gpu: gdn flush of encoded checkpoints has the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  std::mt19937 random(17);
+  const auto one_of = [&](auto... all) {
+    const std::common_type_t<decltype(all)...> list[] = {all...};
+    return list[random() % sizeof...(all)];
+  };
+  for (const char* name :
+       {"fp16+sr", "fp16+sr|nvfp4", "nvfp4+sr", "nvfp4|nvfp4+sr", "fp8+sr", "fp8|fp8_e4m3+sr",
+        "bf16", "bf16+sr|fp16", "fp32|nvfp4", "int8+sr", "mxfp4|mxfp8", "formats/e3m2_block32.yaml",
+        "formats/int4_block32.yaml"}) {
+    for (GdnFold fold : {GdnFold::rederive, GdnFold::cached}) {
+      for (RecordType ring_u : {RecordType::fp32, RecordType::bf16}) {
+        for (int draw = 0; draw < 4; ++draw) {
+          HeadPlan plan = plan_of(name, one_of(1, 2, 5, 16, 16));
+          plan.gdn_fold = fold;
+          plan.ring_u = ring_u;
+          plan.beta = one_of(RecordType::fp32, RecordType::bf16);
+          plan.flush_output = one_of(FlushOutput::recurrence, FlushOutput::read);
+          const GdnSizes sizes =
+              one_of(GdnSizes{2, 4, 128, 128}, GdnSizes{1, 2, 32, 128}, GdnSizes{2, 2, 40, 128},
+                     GdnSizes{1, 1, 96, 128}, GdnSizes{1, 3, 256, 128});
+          const int rows = one_of(1, 2, 3, 40);
+          INFO(name << ", fold " << static_cast<int>(fold) << ", u " << static_cast<int>(ring_u)
+                    << ", output " << static_cast<int>(plan.flush_output) << ", L " << plan.window
+                    << ", " << sizes.value_dim << " value rows, " << rows << " rows");
+          compare_gdn(sizes, plan, one_of(RecordType::bf16, RecordType::fp32), rows, one_of(1, 16));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("gpu: gdn flush of numbers that are not finite has the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  for (const char* name : {"fp16+sr", "fp16+sr|nvfp4", "nvfp4+sr", "fp8+sr|bf16"}) {
+    INFO(name);
+    compare_gdn({1, 2, 64, 128}, plan_of(name, 8), RecordType::bf16, 3, 1, true);
+  }
+}
+
+TEST_CASE("gpu: rows that flush together are flushed as others are") {
+  if (!gpu() || !host_has_fma()) return;
+  for (const char* name : {"fp32", "fp16+sr", "fp16+sr|nvfp4", "nvfp4+sr"}) {
+    for (int window : {1, 8, 16}) {
+      for (int size : {64, 128}) {
+        for (int together : {16, 40}) {
+          INFO(name << ", L " << window << ", rows of " << size << ", " << together << " together");
+          compare_mamba2({2, 1, 64, size}, plan_of(name, window), RecordType::bf16, 40, together);
+          compare_gdn({1, 2, 64, size}, plan_of(name, window), RecordType::bf16, 40, together);
+        }
       }
     }
   }
