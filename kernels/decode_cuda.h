@@ -34,6 +34,7 @@ struct DecodeStates {
   std::byte* read = nullptr;
   size_t read_row_stride = 0, read_head_stride = 0;
   HeadHealth* health = nullptr;
+  bool streamed = false;  // by the kernels for many checkpoints however few they are (tests)
 };
 
 /// Plain FP32 checkpoints of so many bytes a call and fewer have kernels that do not stream them

@@ -196,7 +196,7 @@ bool mamba2_decode_few(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
                        const DecodeStates& states, const Mamba2DecodeStep& step,
                        CudaStream stream) {
   const int64_t bytes = int64_t{rows.rows} * layer.heads * layer.head_dim * layer.state_dim * 4;
-  if (bytes > kFewMamba2Bytes || plan.window > kMostRecords ||
+  if (states.streamed || bytes > kFewMamba2Bytes || plan.window > kMostRecords ||
       std::max(rows.rows, layer.heads) > kMostPlaces ||
       reinterpret_cast<uintptr_t>(step.c) % 16 != 0) {
     return false;

@@ -69,7 +69,7 @@ struct Sizes {
 
 /// Neighbouring rows, `together` of them at a time, are at the same place of their windows.
 void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type, int row_count = 5,
-                    int together = 1) {
+                    int together = 1, bool streamed = false) {
   constexpr int kSteps = 23;
   const int window = plan.window, tokens = kSteps + window;
   const StateShape shape{sizes.head_dim, sizes.state_dim};
@@ -147,6 +147,7 @@ void compare_mamba2(Sizes sizes, const HeadPlan& plan, RecordType type, int row_
   const DecodeRows device_rows{row_count, device_pending.data(), device_position.data(),
                                device_stream.data()};
   DecodeStates states;
+  states.streamed = streamed;
   states.recurrence = device_recurrence.data();
   states.head_stride = rows[0].stride();
   states.row_stride = rows[0].recurrence().size();
@@ -214,7 +215,7 @@ struct GdnSizes {
 
 /// As compare_mamba2; with `infinite` a number of row 0's fourth token is.
 void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type, int row_count = 5,
-                 int together = 1, bool infinite = false) {
+                 int together = 1, bool infinite = false, bool streamed = false) {
   constexpr int kSteps = 23;
   const int window = plan.window, tokens = kSteps + window;
   const StateShape shape{sizes.value_dim, sizes.key_dim};
@@ -286,6 +287,7 @@ void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type, int row_
   const DecodeRows device_rows{row_count, device_pending.data(), device_position.data(),
                                device_stream.data()};
   DecodeStates states;
+  states.streamed = streamed;
   states.recurrence = device_recurrence.data();
   states.head_stride = rows[0].stride();
   states.row_stride = rows[0].recurrence().size();
@@ -461,9 +463,9 @@ TEST_CASE("gpu: gdn decode of few FP32 checkpoints has the bits of the chunk ker
   }
 }
 
-/// Rows whose checkpoints are more than `limit` bytes.
-int rows_beyond(int64_t limit, int heads, int head_dim, int state_dim) {
-  return static_cast<int>(limit / (int64_t{heads} * head_dim * state_dim * 4)) + 1;
+/// Rows that give every block of a GPU several units.
+int many_rows(int heads, int head_dim, int state_dim) {
+  return static_cast<int>((int64_t{16} << 20) / (int64_t{heads} * head_dim * state_dim * 4)) + 1;
 }
 
 TEST_CASE("gpu: mamba2 decode of many FP32 checkpoints has the bits of the chunk kernels") {
@@ -473,7 +475,7 @@ TEST_CASE("gpu: mamba2 decode of many FP32 checkpoints has the bits of the chunk
       for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
         INFO("[" << sizes.head_dim << ", " << sizes.state_dim << "], L " << window);
         compare_mamba2(sizes, plan_of("fp32", window), type,
-                       rows_beyond(kFewMamba2Bytes, sizes.heads, sizes.head_dim, sizes.state_dim));
+                       many_rows(sizes.heads, sizes.head_dim, sizes.state_dim), 1, true);
       }
     }
   }
@@ -487,8 +489,8 @@ TEST_CASE("gpu: gdn decode of many FP32 checkpoints has the bits of the chunk ke
       for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
         INFO("[" << sizes.value_dim << ", " << sizes.key_dim << "], L " << window);
         compare_gdn(sizes, gdn_plan(window, window == 7 ? RecordType::bf16 : RecordType::fp32),
-                    type,
-                    rows_beyond(kFewGdnBytes, sizes.value_heads, sizes.value_dim, sizes.key_dim));
+                    type, many_rows(sizes.value_heads, sizes.value_dim, sizes.key_dim), 1, false,
+                    true);
       }
     }
   }
