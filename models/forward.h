@@ -121,9 +121,6 @@ struct Model::Implementation {
   using MixerCall = std::function<Buffer(size_t block, size_t branch, const float* x)>;
   void layers(const Call& call, float* residual, const MixerCall& mixer,
               const std::function<void(int layer)>& after) const;
-  void final_norm(const float* residual, float* out, int64_t tokens) const;
-  /// FP32 logits [tokens, vocabulary] of normed hidden states.
-  void logits(const float* hidden, int64_t tokens, float* out) const;
   /// The residual stream [count, hidden] of tokens that lie in the backend's memory (`ids`), or of
   /// the host's.
   Buffer embed(const int32_t* ids, int64_t count) const;

@@ -704,23 +704,6 @@ void Model::Implementation::scale_embedding(Buffer& residual, int64_t count) con
   }
 }
 
-// Logits stay FP32 in every compute type: BF16 logits of 16 to 32 are 0.125 apart (DESIGN.md
-// section 3).
-void Model::Implementation::logits(const float* hidden, int64_t tokens, float* out) const {
-  const TokenRange range{0, tokens};
-  backend->linear(hidden, spec.hidden, spec.lm_head.weight, {}, out, {&range, 1}, true);
-  if (spec.logits_multiplier != 1.0f) {
-    backend->scale(out, spec.vocabulary, spec.logits_multiplier, nullptr, tokens, spec.vocabulary,
-                   WeightType::fp32);
-  }
-}
-
-void Model::Implementation::final_norm(const float* residual, float* out, int64_t tokens) const {
-  const int64_t hidden = spec.hidden;
-  backend->rms_norm(norm_of(spec.final_norm, 0), residual, hidden, nullptr, 0, out, hidden, tokens,
-                    hidden);
-}
-
 Hidden Model::forward(const Batch& batch, StateSet& states, AdvanceMode mode,
                       const LayerObserver& observer) const {
   const Implementation& self = *implementation_;
@@ -792,7 +775,8 @@ Hidden Model::forward(const Batch& batch, StateSet& states, AdvanceMode mode,
   result.tokens = call.tokens;
   result.hidden = spec.hidden;
   result.memory = Memory(backend, static_cast<size_t>(call.tokens * hidden) * sizeof(float));
-  self.final_norm(residual.data(), result.data(), call.tokens);
+  backend.rms_norm(self.norm_of(spec.final_norm, 0), residual.data(), hidden, nullptr, 0,
+                   result.data(), hidden, call.tokens, hidden);
   const double total =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   states.times_.products += times.products;
@@ -819,8 +803,18 @@ void Model::lm_head(const Hidden& hidden, int64_t first, int64_t count, float* l
   backend.download(logits, device.data(), size * sizeof(float));
 }
 
+// Logits stay FP32 in every compute type: BF16 logits of 16 to 32 are 0.125 apart (DESIGN.md
+// section 3).
 void Model::lm_head_into(const Hidden& hidden, int64_t first, int64_t count, float* logits) const {
-  implementation_->logits(hidden.data() + first * hidden.hidden, count, logits);
+  Backend& backend = *implementation_->backend;
+  const ModelSpec& spec = implementation_->spec;
+  const TokenRange range{0, count};
+  backend.linear(hidden.data() + first * hidden.hidden, spec.hidden, spec.lm_head.weight, {},
+                 logits, {&range, 1}, true);
+  if (spec.logits_multiplier != 1.0f) {
+    backend.scale(logits, spec.vocabulary, spec.logits_multiplier, nullptr, count, spec.vocabulary,
+                  WeightType::fp32);
+  }
 }
 
 Hidden Hidden::select(std::span<const int64_t> positions) const {
