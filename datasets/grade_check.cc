@@ -214,6 +214,8 @@ GraderReport check_grader(const std::filesystem::path& file) {
       complain(error.what());
     }
   }
+  if (report.rows == 0)
+    throw std::runtime_error(file.string() + ": no rows, expected JSON lines of cases");
   return report;
 }
 

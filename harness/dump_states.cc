@@ -1,6 +1,5 @@
 #include "harness/dump_states.h"
 
-
 namespace replayeval {
 namespace {
 

@@ -222,8 +222,7 @@ RunPlan common_plan(const Experiment& experiment, const Model& model, const Toke
   plan.run.vocabulary = model.spec().vocabulary;
   plan.run.threads = omp_get_max_threads();
   plan.run.created = utc_now();
-  for (const std::string& note : model.spec().notes)
-    plan.run.versions["note " + std::to_string(plan.run.versions.size())] = note;
+  plan.run.notes = model.spec().notes;
   for (const ExperimentField& field : experiment_fields(experiment))
     plan.settings.push_back({field.name, field.value});
   plan.settings.push_back({"model sha256", plan.run.model_sha256});

@@ -524,8 +524,7 @@ RunPlan score_plan(const Experiment& experiment, const Model& model, const Token
   for (const TaskSpec& task : asked.tasks) plan.run.tasks.push_back(task_info(task));
   for (const AskedItem& item : asked.items)
     plan.items.push_back(item_info(asked.tasks[static_cast<size_t>(item.task)], item.item));
-  for (const std::string& line : asked.skipped)
-    plan.run.versions["note " + std::to_string(plan.run.versions.size())] = "not asked: " + line;
+  for (const std::string& line : asked.skipped) plan.run.notes.push_back("not asked: " + line);
   return plan;
 }
 

@@ -300,9 +300,11 @@ bool TeacherForcedRun::run_item(const WorkItem& item) {
         every > 0 && end > prompt && (end - prompt) % every == 0) {
       sample_errors(item, states, end - 1, at.samples);
     }
+    // Positions of the prompt are outside the comparison.
+    const auto skipped = static_cast<size_t>(std::clamp<int64_t>(prompt - first, 0, count));
     for (int r = 0; r < row_count; ++r) {
       progress_->observe(item.states[static_cast<size_t>(r)],
-                         chunk[static_cast<size_t>(r)].kl_nats);
+                         std::span(chunk[static_cast<size_t>(r)].kl_nats).subspan(skipped));
     }
     progress_->advance(count);
     at.position = end;

@@ -636,6 +636,7 @@ std::string provenance(const Report& report) {
   for (const auto& [library, version] : run.versions)
     versions += (versions.empty() ? "" : ", ") + library + " " + version;
   if (!versions.empty()) line("libraries", escaped(versions));
+  for (const std::string& note : run.notes) line("note", escaped(note));
   if (!run.device.empty()) {
     line("device", escaped(run.device + ", compute " + run.compute + ", dense " + run.dense + ", " +
                            plural(run.threads, "thread")));

@@ -44,8 +44,9 @@ struct RunInfo {
   int64_t vocabulary = 0;
   int64_t prompt_tokens = 0;  // positions before it are outside the comparison
   int threads = 0;
-  std::vector<TaskInfo> tasks;  // of graded answers; empty in a kl run
-  int repeats = 1;              // answers of a state to an item
+  std::vector<TaskInfo> tasks;     // of graded answers; empty in a kl run
+  int repeats = 1;                 // answers of a state to an item
+  std::vector<std::string> notes;  // what a reader should know of the model and the data
   std::string created, finished;
 };
 

@@ -73,6 +73,7 @@ Json to_json(const RunPlan& plan) {
                  {"prompt_tokens", run.prompt_tokens},
                  {"threads", run.threads},
                  {"repeats", run.repeats},
+                 {"notes", run.notes},
                  {"created", run.created},
                  {"finished", run.finished}};
   json["unit_tokens"] = plan.unit_tokens;
@@ -190,6 +191,7 @@ RunPlan plan_from_json(const Json& json) {
          prompt ? whole<int64_t>(d, place, "prompt_tokens", 0, kMostTokens) : 0});
   }
   // Folders written before there were answers have none of these.
+  if (r.contains("notes")) run.notes = r.at("notes").get<std::vector<std::string>>();
   if (r.contains("repeats")) run.repeats = whole<int>(r, "run.", "repeats", 1);
   for (const Json& t : json.value("tasks", Json::array())) {
     const std::string place = entry_place("tasks", run.tasks.size());

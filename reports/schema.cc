@@ -430,6 +430,7 @@ void write_report(const Report& report, const std::filesystem::path& path) {
   file.attribute<int64_t>("/", "prompt_tokens", report.run.prompt_tokens);
   file.attribute<int64_t>("/", "threads", report.run.threads);
   file.attribute<int64_t>("/", "repeats", report.run.repeats);
+  file.attribute<std::string>("/", "notes", nlohmann::json(report.run.notes).dump());
   write_tasks(file, report.run.tasks);
 
   write_column<std::string>(file, "/documents/id", report.documents, [](auto& d) { return d.id; });
@@ -504,6 +505,10 @@ Report read_report(const std::filesystem::path& path) {
   report.run.vocabulary = file.attribute<int64_t>("/", "vocabulary");
   report.run.prompt_tokens = file.attribute<int64_t>("/", "prompt_tokens");
   report.run.threads = static_cast<int>(file.attribute<int64_t>("/", "threads"));
+  if (file.has_attribute("/", "notes")) {
+    report.run.notes = nlohmann::json::parse(file.attribute<std::string>("/", "notes"))
+                           .get<std::vector<std::string>>();
+  }
   if (file.has_attribute("/", "repeats"))
     report.run.repeats = static_cast<int>(file.attribute<int64_t>("/", "repeats"));
   report.run.tasks = read_tasks(file);

@@ -290,6 +290,7 @@ Table run_table(const Report& report) {
     if (!open.empty()) text += "; answers so far (not finished): " + open;
     add("task", text);
   }
+  for (const std::string& note : run.notes) add("note", note);
   if (run.device.empty()) {
     add("answers", "imported, " + run.created);
   } else {

@@ -460,6 +460,7 @@ TEST_CASE("check_grader names a broken line") {
     return std::string("none");
   };
   CHECK(complaint("{\"a\": 1}\n\n{\"a\": \n").starts_with(":3: "));
+  CHECK(complaint("\n \n") == ": no rows, expected JSON lines of cases");
   CHECK(complaint("[1]\n") == ":1: expected a JSON object");
   CHECK(complaint("{\"gold\": 5, \"answer\": \"5\", \"equal\": true}\n").starts_with(":1: "));
   CHECK(complaint("{\"a\": 1}\n") == "none");

@@ -20,6 +20,7 @@
 
 #include "reports/files.h"
 #include "reports/schema.h"
+#include "reports/tables.h"
 #include "tests/reports/sample_run.h"
 #include "tests/support/text.h"
 
@@ -117,6 +118,8 @@ TEST_CASE("parts written are read back, assembled and loaded equal") {
   CHECK(loaded.run.window == 16);
   CHECK(loaded.run.seed == plan.run.seed);
   CHECK(loaded.run.versions == plan.run.versions);
+  CHECK(loaded.run.notes == plan.run.notes);
+  CHECK(as_text(run_table(loaded)).find("not asked: item 7: no answer") != std::string::npos);
   CHECK(loaded.run.finished == "2026-11-29T19:00:00Z");
   CHECK(loaded.run.model_sha256 == plan.run.model_sha256);
   CHECK(loaded.run.vocabulary == 4096);

@@ -75,6 +75,7 @@ inline RunPlan sample_plan(std::vector<std::string> states = {"fp32", "fp32@L=1"
   plan.run.data = "datasets/sample";
   plan.run.data_sha256 = sha256_hex("data");
   plan.run.revision = "0123abc";
+  plan.run.notes = {"not asked: item 7: no answer"};
   plan.run.compiler = "g++ 12";
   plan.run.versions = {{"hdf5", "1.10"}, {"libtorch", "2.11"}};
   plan.run.device = "cpu";
