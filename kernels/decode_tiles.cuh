@@ -441,14 +441,16 @@ bool gdn_decode_few(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
                     const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
 
 /// Blocks of 16 columns with E4M3 scales under one FP32 scale.
-inline bool is_nvfp4(const FormatDescriptor& d, const PackedLayout& l) {
-  return d.element == ElementKind::floating && d.number == kE2m1 &&
-         d.block_scale == BlockScale::floating && d.scale_number == kE4m3 && l.block_rows == 1 &&
+inline bool has_nvfp4_scales(const FormatDescriptor& d, const PackedLayout& l) {
+  return d.block_scale == BlockScale::floating && d.scale_number == kE4m3 && l.block_rows == 1 &&
          l.block_columns == 16 && l.outer_count == 1;
 }
+inline bool is_nvfp4(const FormatDescriptor& d, const PackedLayout& l) {
+  return d.element == ElementKind::floating && d.number == kE2m1 && has_nvfp4_scales(d, l);
+}
 /// What mamba2_decode_cuda and gdn_decode_cuda have a row do that does not flush, or whose flush
-/// has its output from the read checkpoint, where that is NVFP4. False where the kernel does not
-/// take the sizes.
+/// has its output from the read checkpoint, where that is NVFP4 or another 4-bit element with its
+/// scales (NarrowElement, nvfp4.cuh). False where the kernel does not take element or sizes.
 bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
                        const DecodeStates& states, const Mamba2DecodeStep& step, CudaStream stream);
 /// The rows that flush; their output too, unless it is the read checkpoint's. False where the

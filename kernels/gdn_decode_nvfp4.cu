@@ -1,7 +1,7 @@
-// Outputs and corrections of a token of GDN from NVFP4 checkpoints (decode_cuda.h), for the rows
-// that do not flush: bound by instructions. A unit is the value heads of one key head of one row, a
-// tile 32 rows of a head, one a thread, whose sums with key and query are chains as kernels/gdn.h
-// has them.
+// Outputs and corrections of a token of GDN (decode_cuda.h) from checkpoints of NVFP4 and of other
+// 4-bit elements with its scales, for the rows that do not flush: bound by instructions. A unit is
+// the value heads of one key head of one row, a tile 32 rows of a head, one a thread, whose sums
+// with key and query are chains as kernels/gdn.h has them.
 #include <cmath>
 
 #include "kernels/gdn_unit.cuh"
@@ -19,6 +19,7 @@ struct Launch {
   TileWork work;
   const std::byte* read;
   size_t row_stride, head_stride, scales, outer;
+  NarrowElement element;
   Divisor head_tiles;
 };
 
@@ -27,7 +28,7 @@ __host__ __device__ constexpr int place_bytes(int key_dim, int window, int u_byt
   return kTileRows * (key_dim / 2 + key_dim / 16 + act_bytes + window * u_bytes);
 }
 
-template <class Act, int kN16>
+template <class Act, int kN16, class Codes>
 __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     read_nvfp4(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) std::byte shared[];
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   }
 
   const uint32_t unit_matrix = unit_part();
+  const Codes element(p.element);
   int place = 0;
   for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {
     const Unit unit(p.units, walk.runs.now);
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
           int64_t{unit.head0 + h} * value_dim + (walk.tile - h * p.head_tiles) * kTileRows + lane;
       const int64_t here = unit.row * unit.v_stride() + first,
                     appended = unit.slot(t) * unit.v_stride() + first;
-      const float outer = 128.0f * reinterpret_cast<const float*>(of_unit + at.scale)[h];
+      const float outer = p.element.power * reinterpret_cast<const float*>(of_unit + at.scale)[h];
       float with_key = 0.0f, with_query = 0.0f;
       bool nan = false;
 #pragma unroll
@@ -130,16 +132,16 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
         for (int k = 0; k < 4; ++k) {
           const uint2 codes = *reinterpret_cast<const uint2*>(
               packed + 16 * nvfp4_chunk<kN16>(lane, (m + k) / 2) + k % 2 * 8);
-          const __half2 scale = nvfp4_scale(scales, k);
+          const typename Codes::Scale scale = element.scale(scales, k);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float s[8];
-            widen_nvfp4(half == 0 ? codes.x : codes.y, scale, unit_matrix, s);
+            float widened[8], s[8];
+            element.widen(half == 0 ? codes.x : codes.y, scale, unit_matrix, widened);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) s[i] = s[i] * outer;
+            for (int i = 0; i < 8; ++i) s[Codes::column(i)] = widened[i] * outer;
             const int n = 16 * (m + k) + 8 * half;
-            const float4 low = make_float4(s[0], s[2], s[4], s[6]),
-                         high = make_float4(s[1], s[3], s[5], s[7]);
+            const float4 low = make_float4(s[0], s[1], s[2], s[3]),
+                         high = make_float4(s[4], s[5], s[6], s[7]);
             with_key = chain(load4(key + n + 4), high, chain(load4(key + n), low, with_key));
             with_query =
                 chain(load4(query + n + 4), high, chain(load4(query + n), low, with_query));
@@ -175,21 +177,34 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
 }
 
 using Kernel = void (*)(const Launch);
-template <class Act>
+template <class Act, class Codes>
 Kernel kernel_of(int key_dim) {
-  return key_dim == 128  ? read_nvfp4<Act, 8>
-         : key_dim == 64 ? read_nvfp4<Act, 4>
-                         : read_nvfp4<Act, 16>;
+  return key_dim == 128  ? read_nvfp4<Act, 8, Codes>
+         : key_dim == 64 ? read_nvfp4<Act, 4, Codes>
+                         : read_nvfp4<Act, 16, Codes>;
+}
+template <class Act>
+Kernel kernel_of(NarrowElement::Kind kind, int key_dim) {
+  switch (kind) {
+    case NarrowElement::Kind::e2m1:
+      return kernel_of<Act, FloatCodes<1>>(key_dim);
+    case NarrowElement::Kind::e3m0:
+      return kernel_of<Act, FloatCodes<0>>(key_dim);
+    case NarrowElement::Kind::fixed_point:
+      return kernel_of<Act, FixedPointCodes>(key_dim);
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                     const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream) {
-  const FormatDescriptor& d = (plan.read ? *plan.read->format : *plan.recurrence.format).descriptor;
+  const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
   const int n = layer.key_dim, heads = layer.value_heads / layer.key_heads;
-  const PackedLayout l = packed_layout(d, layer.value_dim, n);
-  if (!is_nvfp4(d, l) || (n != 64 && n != 128 && n != 256) || l.scales % 16 != 0 ||
+  const PackedLayout l = packed_layout(format.descriptor, layer.value_dim, n);
+  const std::optional<NarrowElement> element = NarrowElement::of(format, l);
+  if (!element || (n != 64 && n != 128 && n != 256) || l.scales % 16 != 0 ||
       layer.value_dim % kTileRows != 0 || reinterpret_cast<uintptr_t>(step.v) % 16 != 0) {
     return false;
   }
@@ -203,7 +218,8 @@ bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
       static_cast<size_t>(at.end) + TileShare::bytes(most), static_cast<size_t>(kPlaces * place),
       most * layer.key_heads, heads * head_tiles, kMostBlocks, kMostWarps);
   if (use.warps == 0) return false;
-  const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
+  const Kernel kernel =
+      bf16 ? kernel_of<__nv_bfloat16>(element->kind, n) : kernel_of<float>(element->kind, n);
   allow_shared(kernel, use.shared);
   TileWork::each(
       rows, plan.window, skip_flush, use.turns, layer.key_heads, heads * head_tiles,
@@ -217,6 +233,7 @@ bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
             plan.read ? states.read_head_stride : states.head_stride,
             l.scales,
             l.outer,
+            *element,
             Divisor(head_tiles)};
         kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
                  use.shared, stream>>>(launch);

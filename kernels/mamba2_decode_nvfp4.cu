@@ -1,6 +1,7 @@
-// Outputs of a token of Mamba-2 from NVFP4 checkpoints (decode_cuda.h), for the rows that do not
-// flush: bound by instructions. A unit is the heads of a group of one row, whatever their number, a
-// tile 32 rows of them, one a thread, so that the sixteen lanes of its sum are the thread's own.
+// Outputs of a token of Mamba-2 (decode_cuda.h) from checkpoints of NVFP4 and of other 4-bit
+// elements with its scales, for the rows that do not flush: bound by instructions. A unit is the
+// heads of a group of one row, whatever their number, a tile 32 rows of them, one a thread, so that
+// the sixteen lanes of its sum are the thread's own.
 #include "kernels/mamba2_unit.cuh"
 #include "kernels/nvfp4.cuh"
 
@@ -17,6 +18,7 @@ struct Launch {
   TileWork work;
   const std::byte* read;
   size_t row_stride, head_stride, scales, outer;
+  NarrowElement element;
   Divisor head_runs;
 };
 
@@ -25,7 +27,7 @@ __host__ __device__ constexpr int place_bytes(int state_dim, int window, int act
   return kTileRows * (state_dim / 2 + state_dim / 16 + window * act_bytes);
 }
 
-template <class Act, int kN16>
+template <class Act, int kN16, class Codes>
 __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     read_nvfp4(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) std::byte shared[];
@@ -102,6 +104,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   prepare(Team<0>(), walk.runs.now, shared);
 
   const uint32_t unit_matrix = unit_part();
+  const Codes element(p.element);
   int place = 0;
   for (int run_index = 0; walk.runs.now.real(); walk.move(), ++run_index) {
     const Unit unit(p.units, walk.runs.now);
@@ -119,7 +122,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       const int run = walk.tile * kRuns + lane / kRunRows,
                 h = min(run, unit_runs - 1) / p.head_runs,
                 r = (run - h * p.head_runs) * kRunRows + lane % kRunRows;
-      const float outer = 128.0f * reinterpret_cast<const float*>(of_unit + at.scale)[h];
+      const float outer = p.element.power * reinterpret_cast<const float*>(of_unit + at.scale)[h];
       float sum[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) sum[i] = 0.0f;
@@ -133,17 +136,17 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
         for (int k = 0; k < 4; ++k) {
           const uint2 codes = *reinterpret_cast<const uint2*>(
               packed + 16 * nvfp4_chunk<kN16>(lane, (m + k) / 2) + k % 2 * 8);
-          const __half2 scale = nvfp4_scale(scales, k);
+          const typename Codes::Scale scale = element.scale(scales, k);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float v[8];
-            widen_nvfp4(half == 0 ? codes.x : codes.y, scale, unit_matrix, v);
+            element.widen(half == 0 ? codes.x : codes.y, scale, unit_matrix, v);
             const float* c = cs + 16 * (m + k) + 8 * half;
             const float4 low = load4(c), high = load4(c + 4);
             const float operand[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-              const int n = nvfp4_column(i);
+              const int n = Codes::column(i);
               sum[8 * half + n] = __fmaf_rn(v[i] * outer, operand[n], sum[8 * half + n]);
             }
           }
@@ -178,11 +181,23 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
 }
 
 using Kernel = void (*)(const Launch);
-template <class Act>
+template <class Act, class Codes>
 Kernel kernel_of(int state_dim) {
-  return state_dim == 128  ? read_nvfp4<Act, 8>
-         : state_dim == 64 ? read_nvfp4<Act, 4>
-                           : read_nvfp4<Act, 16>;
+  return state_dim == 128  ? read_nvfp4<Act, 8, Codes>
+         : state_dim == 64 ? read_nvfp4<Act, 4, Codes>
+                           : read_nvfp4<Act, 16, Codes>;
+}
+template <class Act>
+Kernel kernel_of(NarrowElement::Kind kind, int state_dim) {
+  switch (kind) {
+    case NarrowElement::Kind::e2m1:
+      return kernel_of<Act, FloatCodes<1>>(state_dim);
+    case NarrowElement::Kind::e3m0:
+      return kernel_of<Act, FloatCodes<0>>(state_dim);
+    case NarrowElement::Kind::fixed_point:
+      return kernel_of<Act, FixedPointCodes>(state_dim);
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -190,10 +205,11 @@ Kernel kernel_of(int state_dim) {
 bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
                        const DecodeStates& states, const Mamba2DecodeStep& step,
                        CudaStream stream) {
-  const FormatDescriptor& d = (plan.read ? *plan.read->format : *plan.recurrence.format).descriptor;
+  const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
   const int n = layer.state_dim;
-  const PackedLayout l = packed_layout(d, layer.head_dim, n);
-  if (!is_nvfp4(d, l) || (n != 64 && n != 128 && n != 256) || l.scales % 16 != 0) return false;
+  const PackedLayout l = packed_layout(format.descriptor, layer.head_dim, n);
+  const std::optional<NarrowElement> element = NarrowElement::of(format, l);
+  if (!element || (n != 64 && n != 128 && n != 256) || l.scales % 16 != 0) return false;
   const bool bf16 = step.activation == RecordType::bf16,
              skip_flush = plan.flush_output == FlushOutput::recurrence;
   const int heads = layer.heads / layer.groups, head_runs = layer.head_dim / kRunRows,
@@ -205,7 +221,8 @@ bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
                       static_cast<size_t>(kPlaces * place_bytes(n, plan.window, bf16 ? 2 : 4)),
                       most * layer.groups, tiles, kMostBlocks, kMostWarps);
   if (use.warps == 0) return false;
-  const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
+  const Kernel kernel =
+      bf16 ? kernel_of<__nv_bfloat16>(element->kind, n) : kernel_of<float>(element->kind, n);
   allow_shared(kernel, use.shared);
   TileWork::each(
       rows, plan.window, skip_flush, use.turns, layer.groups, tiles, [&](const TileWork& work) {
@@ -216,6 +233,7 @@ bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
                             plan.read ? states.read_head_stride : states.head_stride,
                             l.scales,
                             l.outer,
+                            *element,
                             Divisor(head_runs)};
         kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
                  use.shared, stream>>>(launch);
