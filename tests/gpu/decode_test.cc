@@ -345,6 +345,26 @@ void compare_gdn(GdnSizes sizes, const HeadPlan& plan, RecordType type, int row_
 
 }  // namespace
 
+/// Adds plans with 4-bit elements other than NVFP4's under its scales: floats, integers, values in
+/// fixed point and values that are not.
+void add_narrow_elements(std::vector<HeadPlan>* plans) {
+  for (const char* element :
+       {"{exponent: 1, mantissa: 2}", "{exponent: 3, mantissa: 0}", "int4",
+        "{integer: {from: 0, to: 15}}",
+        "{values: [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]}",
+        "{values: [-0.0625, -0.03125, -0.015625, -0.0009765625, 0, 0.0009765625, 0.0615234375]}",
+        "{values: [-6.5, -4, -3, -2, -1.5, -1, -0.03125, 0, 0.5, 1, 1.5, 2, 3, 4, 6]}"}) {
+    const auto format =
+        parse_format(std::string("element: ") + element +
+                         "\nscale: {format: e4m3, block: 16}\nouter: {span: head}\n",
+                     "test", ".", element);
+    plans->push_back(plan_of("fp16+sr", 8));
+    plans->back().read = StateCodec{format, Rounding::nearest_even};
+    plans->push_back(plan_of("fp16", 16));
+    plans->back().recurrence = {format, Rounding::stochastic};
+  }
+}
+
 TEST_CASE("gpu: mamba2 decode with the ring on the device has the bits of the chunk kernels") {
   if (!gpu() || !host_has_fma()) return;
   std::vector<HeadPlan> plans;
@@ -359,6 +379,7 @@ TEST_CASE("gpu: mamba2 decode with the ring on the device has the bits of the ch
   plans.back().flush_output = FlushOutput::read;
   plans.push_back(plan_of("fp32", 8));
   plans.back().dot = DotType::bf16;
+  add_narrow_elements(&plans);
   for (const HeadPlan& plan : plans) {
     for (Sizes sizes :
          {Sizes{4, 2, 80, 128}, Sizes{2, 1, 64, 64}, Sizes{2, 2, 128, 256}, Sizes{2, 1, 32, 48}}) {
@@ -398,6 +419,7 @@ TEST_CASE("gpu: gdn decode with the ring on the device has the bits of the chunk
   plans.push_back(plan_of("fp16+sr|fp8", 8));
   plans.back().gdn_fold = GdnFold::cached;
   plans.back().dot = DotType::tf32;
+  add_narrow_elements(&plans);
   for (const HeadPlan& plan : plans) {
     for (GdnSizes sizes :
          {GdnSizes{2, 4, 128, 128}, GdnSizes{1, 2, 64, 64}, GdnSizes{1, 1, 32, 48}}) {
