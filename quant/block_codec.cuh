@@ -145,15 +145,15 @@ struct FloatRule {
 /// Neighbours of a list so far apart and not further: quotient_past is exact.
 constexpr float kLeastGap = 0x1p-60f, kMostGap = 0x1p60f;
 
-/// For q = a / b in FP32, b not 0, and r of 24 bits: has the sign of b exactly when floor(q 2^24) +
-/// r
-/// >= 2^24. That is q >= rho = 1 - r 2^-24; with 2^k the power below rho, the numbers that FP32
-/// rounds to rho or more begin at rho - 2^(k - 24), no quotient of two FP32 numbers itself. a - rho
-/// b is exact where it is as small as 2^(k - 24) b.
+/// For q = a / b in FP32, b not 0, and r of 24 bits: has the sign of b exactly when
+/// floor(q 2^24) + r >= 2^24. That is q >= rho = 1 - r 2^-24; with 2^k the power below rho, the
+/// numbers that FP32 rounds to rho or more begin at rho - 2^(k - 24), no quotient of two FP32
+/// numbers itself. a - rho b is exact where it is as small as 2^(k - 24) b.
 __device__ __forceinline__ float quotient_past(float a, float b, uint32_t r) {
   const float minus_rho = __fmaf_rn(static_cast<float>(r), 0x1p-24f, -1.0f);
-  const float power = bits_float((float_bits(minus_rho) - 1u) & 0x7F800000u);
-  return __fmaf_rn(power, b * 0x1p-24f, __fmaf_rn(minus_rho, b, a));
+  constexpr uint32_t kLess = (24u << 23) + 1u;
+  const float power = bits_float((float_bits(minus_rho) - kLess) & 0x7F800000u);  // 2^(k - 24)
+  return __fmaf_rn(power, b, __fmaf_rn(minus_rho, b, a));
 }
 
 /// A list of values: encode_value and encode_value_stochastic searching by halves.

@@ -317,6 +317,67 @@ struct ValueElement : ElementTraits {
   }
 };
 
+/// A list that is its own mirror image, of multiples of a power of two u up to 31 u: the whole
+/// units of a magnitude tell between which values it lies, and the lane of that number holds them.
+/// Of two neighbours the smaller magnitude is the one to begin from on both sides of 0, and ties go
+/// to codes of the same parity.
+struct GridElement : ElementTraits {
+  static constexpr bool kSigned = true;
+  /// 2^23; so many units and a have the number of a's whole ones as their last bits.
+  static constexpr float kUnits = 8388608.0f;
+  float most, whole;
+  float near, far, threshold;  // the lane's
+
+  /// 16 u is the power below the last value.
+  static __device__ float unit(const ValueList& list) {
+    return bits_float(float_bits(list.values[list.count - 1]) & 0x7F800000u) * 0.0625f;
+  }
+  static __device__ bool takes(const FormatDescriptor& d, bool stochastic) {
+    if (!ValueElement<true>::takes(d, stochastic)) return false;
+    const ValueList& list = d.list;
+    const int last = list.count - 1;
+    if (list.count % 2 == 0 || float_bits(list.values[last / 2]) != 0 ||
+        d.clip_low != -d.clip_high || !(list.values[last] >= block_codec::kLeastGap) ||
+        !(list.values[last] <= block_codec::kMostGap)) {
+      return false;
+    }
+    bool grid = true;
+    for (int i = last / 2; i <= last; ++i) {
+      const float units = list.values[i] / unit(list);
+      grid = grid && list.values[i] == -list.values[last - i] &&
+             __fadd_rz(units, kUnits) - kUnits == units;
+    }
+    return grid;
+  }
+  __device__ explicit GridElement(const FormatDescriptor& d) {
+    const ValueList& list = d.list;
+    most = list.values[list.count - 1];
+    whole = unit(list) * kUnits;
+    const float own = unit(list) * static_cast<float>(threadIdx.x & 31);
+    int code = list.count / 2;
+    while (code + 2 < list.count && list.values[code + 1] <= own) ++code;
+    near = list.values[code];
+    far = list.values[code + 1];
+    threshold = list.thresholds[code];
+  }
+  template <bool kStochastic, bool kScaled>
+  __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
+    const float a = fminf(fabsf(y), most);
+    const int lane = static_cast<int>(float_bits(__fadd_rz(a, whole)));
+    const auto of_lane = [lane](float x) { return __shfl_sync(0xFFFFFFFFu, x, lane); };
+    const float from = of_lane(near), to = of_lane(far);
+    bool up;
+    if constexpr (kStochastic) {
+      up = !(block_codec::quotient_past(a - from, to - from, word >> 8) < 0);
+    } else {
+      up = a >= of_lane(threshold);
+    }
+    // 0 is positive.
+    const float value = bits_float(float_bits(up ? to : from) | (float_bits(y) & 0x80000000u));
+    return kScaled ? __fmaf_rn(value, scale, 0.0f) : value + 0.0f;
+  }
+};
+
 /// 1 / x as the compiler divides, without its branch where x is neither small nor large.
 __device__ __forceinline__ bool plain_reciprocal(float x) {
   return ((float_bits(x) + 0x1800000u) & 0x7F800000u) > 0x1FFFFFFu;
@@ -336,6 +397,7 @@ enum class Element : uint8_t {
   floating,
   fine_floating,
   integer,
+  grid_values,
   few_values,
   values,
   described
@@ -368,8 +430,9 @@ __device__ inline Role make_role(const FormatDescriptor& d, bool stochastic, con
       : is_known<kFp16>(d) && r.block == 0                                   ? Element::fp16
       : is_known<kBf16>(d) && r.block == 0                                   ? Element::bf16
       : FloatElement::takes(d, r.stochastic)                                 ? Element::floating
-      : FineFloatElement::takes(d) ? Element::fine_floating
-      : IntegerElement::takes(d)   ? Element::integer
+      : FineFloatElement::takes(d)          ? Element::fine_floating
+      : IntegerElement::takes(d)            ? Element::integer
+      : GridElement::takes(d, r.stochastic) ? Element::grid_values
       : ValueElement<true>::takes(d, r.stochastic)
           ? (d.list.count <= ValueElement<true>::kLanes ? Element::few_values : Element::values)
           : Element::described;
@@ -734,6 +797,8 @@ __device__ __forceinline__ void round_rows(const row_codec::Role& r, const row_c
       done = round_blocks<Columns>(FineFloatElement(*r.d), r, n, counts, sink);
     } else if (r.element == Element::integer) {
       done = round_blocks<Columns>(IntegerElement(*r.d), r, n, counts, sink);
+    } else if (r.element == Element::grid_values) {
+      done = round_blocks<Columns>(GridElement(*r.d), r, n, counts, sink);
     } else if (r.element == Element::few_values) {
       done = round_blocks<Columns>(ValueElement<true>(*r.d, r.stochastic), r, n, counts, sink);
     } else if (r.element == Element::values) {
