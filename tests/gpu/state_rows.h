@@ -267,6 +267,7 @@ inline std::vector<std::shared_ptr<const StateFormat>> described_formats() {
       {forty, row},
       {forty, block32},
       {list_of(256, [](int i) { return std::sinh(0.02f * static_cast<float>(i - 127)); }), row},
+      {"{values: [-31, -8, -1, 0, 1, 8, 31]}", row},
   };
   std::vector<std::shared_ptr<const StateFormat>> formats;
   for (const auto& [element, scales] : texts) {
