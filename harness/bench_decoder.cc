@@ -57,7 +57,7 @@ int run_decoder_bench(const std::filesystem::path& folder, const GpuBenchOptions
                                 std::to_string(context));
   ModelOptions model_options;
   model_options.compute = ComputeType::bf16;
-  model_options.dense = DenseMode::fast;
+  model_options.dense = options.dense;
   model_options.device = Device::cuda;
   model_options.products = Products::together;
   const Model model(Checkpoint::open(folder, WeightType::bf16), model_options);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/gpu_timing.h"
+#include "models/model.h"
 #include "quant/state_format.h"
 
 namespace replayeval {
@@ -18,7 +19,8 @@ struct GpuBenchOptions {
   int window = 16;
   int layers = 4;  // whose states are used in turn
   int cycles = 3;
-  std::vector<std::string> shapes;  // mamba2-h96, mamba2-h128, gdn-h32; empty: all
+  DenseMode dense = DenseMode::fast;  // invariant: sums of decode steps as the CPU's
+  std::vector<std::string> shapes;    // mamba2-h96, mamba2-h128, gdn-h32; empty: all
   std::vector<std::string>
       states;  // built-in formats, `recurrence/read`; empty: fp32, fp16+sr, nvfp4+sr, fp16+sr/nvfp4
 };

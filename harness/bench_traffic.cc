@@ -130,6 +130,7 @@ int run_decode_sweep(const std::string& sweep, const GpuBenchOptions& options, s
         w.rows = range.windows ? options.rows : value;
         w.plan = decode_plan(state, range.windows ? value : options.window);
         w.layers = options.layers;
+        w.sums_freely = options.dense == DenseMode::fast;
         w.cycles = options.cycles;
         const DecodeTiming t = time_decode(w);
         const double bytes = decode_bytes(w);

@@ -422,6 +422,11 @@ int parse_and_run(int argc, const char* const* argv) {
       ->add_option("--shape", gpu_options.shapes,
                    "on a GPU: mamba2-h96, mamba2-h128, gdn-h32 (repeatable), all unless given")
       ->allow_extra_args(false);
+  std::string bench_dense = "fast";
+  bench_app
+      ->add_option("--dense", bench_dense,
+                   "decode on a GPU: fast unless given, or invariant, sums as the CPU's")
+      ->check(CLI::IsMember({"invariant", "fast"}));
   bench_app->add_option("--threads", bench_options.threads, "all cores unless given")
       ->check(CLI::Range(1, 4096));
   bench_app->add_option("--model", bench_model,
@@ -463,6 +468,7 @@ int parse_and_run(int argc, const char* const* argv) {
       return;
     }
     gpu_options.states = bench_options.states;
+    gpu_options.dense = bench_dense == "fast" ? DenseMode::fast : DenseMode::invariant;
     if (bench_options.what == "decode" && !bench_model.empty()) {
       if (!bench_sweep.empty()) reject("bench: --sweep: expected no --model with it");
       if (bench_device == "cuda") {

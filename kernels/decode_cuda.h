@@ -1,7 +1,7 @@
 // Single-token decoding on the device: the ring of input records lies in device memory, and cursor
 // and flush are decided there, so that a step can be captured in a graph. One plan a call; the
-// arithmetic is that of mamba2_advance and gdn_advance, one token a call, bit for bit, after the
-// inputs have been rounded to the activation type.
+// arithmetic is that of mamba2_advance and gdn_advance, one token a call, bit for bit (unless
+// DecodeStates::sums_freely), after the inputs have been rounded to the activation type.
 #pragma once
 
 #include <cstddef>
@@ -34,6 +34,9 @@ struct DecodeStates {
   std::byte* read = nullptr;
   size_t read_row_stride = 0, read_head_stride = 0;
   HeadHealth* health = nullptr;
+  /// Reads of 4-bit codes with NVFP4's scales may sum in any order (`dense: fast`): as exact as
+  /// FP32 sums, but of other bits than the CPU's (kernels/code_sums.cuh).
+  bool sums_freely = false;
   bool streamed = false;  // by the kernels for many checkpoints however few they are (tests)
 };
 

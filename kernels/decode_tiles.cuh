@@ -459,6 +459,9 @@ bool mamba2_flush_rows(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
                        const DecodeStates& states, const Mamba2DecodeStep& step, CudaStream stream);
 bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                     const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
+/// Whether the corrections that such reads leave in the ring are of free sums
+/// (DecodeStates::sums_freely), not those that the recurrence would give.
+bool gdn_reads_freely(const GdnLayer& layer, const HeadPlan& plan, const DecodeStates& states);
 bool gdn_flush_rows(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                     const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream);
 

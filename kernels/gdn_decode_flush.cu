@@ -320,7 +320,8 @@ bool gdn_flush_rows(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
   }
   // Otherwise the ring's are what the recurrence would give, or are to be folded as they are.
   const bool again =
-      plan.gdn_fold == GdnFold::rederive && (plan.read || plan.ring_u != RecordType::fp32);
+      plan.gdn_fold == GdnFold::rederive &&
+      (plan.read || plan.ring_u != RecordType::fp32 || gdn_reads_freely(layer, plan, states));
   const bool bf16 = step.activation == RecordType::bf16;
   const StateShape shape{layer.value_dim, layer.key_dim};
   const size_t packed = (packed_bytes(*plan.recurrence.format, shape) + 15) / 16 * 16;

@@ -1,9 +1,8 @@
 // One token of GDN with plain FP32 checkpoints (decode_cuda.h): bound by reading them. A unit is
 // the value heads of one key head of one row, so that its keys are normalised and multiplied once;
-// a tile is 32 rows of a head, one a thread, so that the sums over key_dim with key and query are
-// chains as kernels/gdn.h has them, and comes in four steps of columns. A flush needs no other row:
-// the ring's corrections are what R and the raw records would give again, so it folds eight rows
-// after the other where they lie.
+// a tile is 16 rows of a head as they lie in memory. The sums of a row over key_dim with key and
+// query are chains as kernels/gdn.h has them, one a thread. A flush needs no other row: the ring's
+// corrections are what R and the raw records would give again, so it folds a tile where it lies.
 #include <cmath>
 
 #include "kernels/gdn_unit.cuh"
@@ -11,22 +10,21 @@
 namespace replayeval {
 namespace {
 
-constexpr int kTileRows = 32, kSteps = 4;
-constexpr int kFlushRows = kTileRows / kSteps;
-constexpr int kPlaces = 3;  // steps in a warp's ring
-constexpr int kMostWarps = 4, kMostBlocks = 3;
+constexpr int kTileRows = 16;
+constexpr int kPlaces = 2;  // tiles in a warp's ring
+constexpr int kMostWarps = 5, kMostBlocks = 2;
 
 struct Launch {
   GdnUnits units;
   TileWork work;
   DecodeStates states;
+  uint32_t row_stride, head_stride;  // of the recurrence
   Divisor head_tiles;
 };
 
-/// Bytes of a step of a tile, and of a warp: corrections of the ring and v, behind them its places.
-__host__ __device__ constexpr int place_bytes(int key_dim) { return kFlushRows * 4 * key_dim; }
-__host__ __device__ constexpr int warp_bytes(int key_dim, int window, int u_bytes, int act_bytes) {
-  return kTileRows * (window * u_bytes + act_bytes) + kPlaces * place_bytes(key_dim);
+/// Bytes of a tile: states, corrections of the ring, v.
+__host__ __device__ constexpr int place_bytes(int key_dim, int window, int u_bytes, int act_bytes) {
+  return kTileRows * (4 * key_dim + window * u_bytes + act_bytes);
 }
 
 template <class Act, int kKeyDim>
@@ -34,8 +32,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     decode_fp32(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ uint64_t barriers[4];
-  constexpr int kChunks = kKeyDim / 4, kStepChunks = kChunks / kSteps,
-                kStepBytes = kFlushRows * kKeyDim * 4, kN16 = kKeyDim / 16;
+  constexpr unsigned kChunks = kKeyDim / 4, kStateBytes = kTileRows * kKeyDim * 4;
+  constexpr int kN16 = kKeyDim / 16;
   const GdnLayer& layer = p.units.layer;
   using Unit = GdnUnit<Act, kKeyDim>;
   const int value_dim = layer.value_dim, heads = p.units.heads, window = p.units.window;
@@ -44,12 +42,10 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   const GdnUnitLayout at(kKeyDim, window, heads, sizeof(Act));
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5,
             warps = static_cast<int>(blockDim.x >> 5) - 1,
-            own_bytes = warp_bytes(kKeyDim, window, u_bytes, sizeof(Act));
-  std::byte* us = shared + at.end + warp * own_bytes;
-  std::byte* own_v = us + kTileRows * window * u_bytes;
-  std::byte* ring = own_v + kTileRows * sizeof(Act);
+            place_size = place_bytes(kKeyDim, window, u_bytes, sizeof(Act));
+  std::byte* ring = shared + at.end + warp * (kPlaces * place_size);
   if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
-  const TileShare share(p.work, shared + at.end + warps * own_bytes);
+  const TileShare share(p.work, shared + at.end + warps * (kPlaces * place_size));
   const PreparedPlaces prepared{barriers};
   TileWalk walk(share, warp, warps);
   walk.move();
@@ -63,43 +59,34 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       __syncthreads();
       unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
       prepared.fill(0);
-      Unit::template prepare_runs<1>(p.units, at, walk.runs, prepared, shared,
-                                     [](const Unit&, std::byte*) {});
+      Unit::template prepare_runs<1>(
+          p.units, at, walk.runs, prepared, shared, [](const Unit&, std::byte*) {}, [](int) {});
       return;
     }
   }
-  const auto tile_of = [&](int row, int head, int tile) {
-    return p.states.recurrence + row * p.states.row_stride + head * p.states.head_stride +
-           tile * (kTileRows * kKeyDim * 4);
+  // 16 bytes of a row lie at another place in each of eight rows, so that threads that read the
+  // same columns of them meet different banks.
+  const auto swizzled = [](unsigned r, unsigned chunk) {
+    return 16 * (r * kChunks + (chunk ^ (r & 7u)));
   };
-  // A step: some columns of all rows, or all columns of some rows where a flush folds them. 16
-  // bytes of a row lie at another place in each row, so that threads that read the same columns of
-  // eight rows meet different banks.
-  constexpr int kApart = kStepChunks >= 8 ? 1 : 8 / kStepChunks;  // rows that share banks
-  const auto swizzled = [](int r, int chunk) {
-    return r * kStepChunks + (chunk ^ (r / kApart & (min(kStepChunks, 8) - 1)));
-  };
-  const auto copy = [&](const TileRun& run, int tile, int step, int place) {
-    const int h = tile / p.head_tiles;
-    const std::byte* from = tile_of(run.row, run.part * heads + h, tile - h * p.head_tiles);
-    std::byte* to = ring + place * kStepBytes;
-    if (run.t + 1 == window) {
-      from += step * kStepBytes;
+  const auto copy = [&](const TileRun& run, int tile, int, int place) {
+    const Unit unit(p.units, run);
+    const unsigned h = tile / p.head_tiles, head = unit.head0 + h,
+                   in_head = tile - static_cast<int>(h) * p.head_tiles, thread = threadIdx.x & 31u;
+    const std::byte* from = p.states.recurrence +
+                            uint64_t{static_cast<unsigned>(run.row)} * p.row_stride +
+                            uint64_t{head} * p.head_stride + in_head * kStateBytes + 16 * thread;
+    std::byte* to = ring + place * place_size;
 #pragma unroll
-      for (int m = 0; m < kStepBytes / 512; ++m) {
-        const int i = 32 * m + lane, r = i / kChunks, chunk = i % kChunks;
-        copy_async(to + 16 * (r * kChunks + (chunk ^ r)), from + 16 * i);
-      }
-    } else {
-      from += step * (16 * kStepChunks);
-#pragma unroll
-      for (int m = 0; m < kStepBytes / 512; ++m) {
-        const int i = 32 * m + lane, r = i / kStepChunks, chunk = i % kStepChunks;
-        copy_async(to + 16 * swizzled(r, chunk), from + 16 * (r * kChunks + chunk));
-      }
+    for (unsigned m = 0; m < kStateBytes / 512; ++m) {
+      const unsigned i = 32 * m + thread;
+      copy_async(to + swizzled(i / kChunks, i % kChunks), from + 512 * m);
     }
+    const int64_t first = head * static_cast<unsigned>(value_dim) + in_head * kTileRows;
+    unit.template copy_corrections<kTileRows>(first, to + kStateBytes);
+    unit.template copy_v<kTileRows>(first, to + kStateBytes + kTileRows * window * u_bytes);
   };
-  TileCopies<kPlaces, kSteps, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
+  TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
   wait_before_ring<kPlaces>();
   __syncthreads();
   {
@@ -108,11 +95,21 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   }
 
   const float* keys = reinterpret_cast<const float*>(shared + at.keys);
+  const int r = lane & 15;
+  const bool of_query = lane >= 16;
+  unsigned own_chunks[8];  // where the first chunks of row r lie, the others 128 bytes on
+#pragma unroll
+  for (unsigned i = 0; i < 8; ++i) own_chunks[i] = swizzled(static_cast<unsigned>(r), i);
   int place = 0;
   for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {
     const Unit unit(p.units, walk.runs.now);
     const int row = unit.row, head0 = unit.head0, t = unit.t, last = walk.runs.now.last;
-    const int64_t v_stride = unit.v_stride();
+    const unsigned width = static_cast<unsigned>(layer.value_heads * value_dim);
+    Act* o_row = static_cast<Act*>(p.units.step.o) + uint64_t{static_cast<unsigned>(row)} * width +
+                 head0 * value_dim;
+    const int64_t appended =
+        static_cast<int64_t>(uint64_t{static_cast<unsigned>(row * window + t)} * width) +
+        head0 * value_dim;
     const bool flush = t + 1 == window;
     const std::byte* of_unit = shared + (run & 1) * at.unit;
     const float* own_key = reinterpret_cast<const float*>(of_unit + at.key);
@@ -124,110 +121,87 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     prepared.wait_filled(run);
 
     for (; walk.tile < last; walk.tile += warps) {
-      const int h = walk.tile / p.head_tiles, head_tile = walk.tile - h * p.head_tiles;
-      const int64_t first =
-          int64_t{head0 + h} * value_dim + head_tile * kTileRows;  // row of the tile
-      // The ring's corrections of the tile's rows and v go with the copies of its first step.
-      __syncwarp();
-      unit.template copy_corrections<kTileRows>(first, us);
-      unit.template copy_v<kTileRows>(first, own_v);
+      copies.wait();
+      copies.begin();
+      std::byte* state = ring + place * place_size;
+      if (++place == kPlaces) place = 0;
+      const std::byte* us = state + kStateBytes;
+      const int h = walk.tile / p.head_tiles, in_head = walk.tile - h * p.head_tiles;
+      const int first = h * value_dim + in_head * kTileRows;
       const auto stored = [&](int j, int i) { return load_record(ring_u, us, j * kTileRows + i); };
-      const auto v_of = [&](int i) { return to_float(reinterpret_cast<const Act*>(own_v)[i]); };
+      const auto read = [&](const float* operand) {
+        float sum = 0.0f;
+#pragma unroll
+        for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
+          const float4 s =
+              *reinterpret_cast<const float4*>(state + own_chunks[chunk % 8] + 128 * (chunk / 8));
+          sum = chain(load4(operand + 4 * chunk), s, sum);
+        }
+        return sum;
+      };
       const float beta = unit.rounded_beta(betas[h]);
       const float *key_weight = key_weights + h * (window + 1),
                   *query_weight = query_weights + h * (window + 1);
-      Act* out = static_cast<Act*>(p.units.step.o) + row * v_stride + first;
-      float with_key = 0.0f, with_query = 0.0f;
-      if (!flush) {
-#pragma unroll 1
-        for (int step = 0; step < kSteps; ++step) {
-          copies.wait();
-          copies.begin();
-          const std::byte* state = ring + place * kStepBytes;
-          if (++place == kPlaces) place = 0;
-          const float *key = own_key + step * (4 * kStepChunks),
-                      *q = query + step * (4 * kStepChunks);
-#pragma unroll
-          for (int chunk = 0; chunk < kStepChunks; ++chunk) {
-            const float4 s = *reinterpret_cast<const float4*>(state + 16 * swizzled(lane, chunk));
-            with_key = chain(load4(key + 4 * chunk), s, with_key);
-            with_query = chain(load4(q + 4 * chunk), s, with_query);
-          }
-        }
-        const float v = v_of(lane);
-        float rest = __fmaf_rn(key_weight[window], with_key, v),
-              o = query_weight[window] * with_query;
+      Act* out = o_row + first;
+      const float v = to_float(reinterpret_cast<const Act*>(us + kTileRows * window * u_bytes)[r]);
+      // The first sixteen threads make corrections, the others outputs; all of them corrections
+      // where a flush has its output from the folded state.
+      const bool output = of_query && !flush;
+      const float* weight = output ? query_weight : key_weight;
+      const float product = read(output ? query : own_key);
+      float sum = output ? weight[window] * product : __fmaf_rn(weight[window], product, v);
 #pragma unroll 4
-        for (int j = 0; j < t; ++j) {
-          const float u = stored(j, lane);
-          rest = __fmaf_rn(key_weight[j], u, rest);
-          o = __fmaf_rn(query_weight[j], u, o);
+      for (int j = 0; j < t; ++j) sum = __fmaf_rn(weight[j], stored(j, r), sum);
+      const float u = __shfl_sync(0xFFFFFFFFu, beta * sum, r);
+      if (!flush) {
+        if (of_query) {
+          out[r] = from_float<Act>(__fmaf_rn(query_weight[t], u, sum));
+        } else {
+          const int64_t to = appended + first + r;
+          static_cast<Act*>(p.units.step.ring_v)[to] = from_float<Act>(v);
+          store_record(ring_u, p.units.step.ring_u, to, u);
         }
-        const float u = beta * rest;
-        const int64_t to = unit.slot(t) * v_stride + first + lane;
-        static_cast<Act*>(p.units.step.ring_v)[to] = from_float<Act>(v);
-        store_record(ring_u, p.units.step.ring_u, to, u);
-        out[lane] = from_float<Act>(__fmaf_rn(query_weight[t], u, o));
         continue;
       }
       // S = carried S + sum_j (decayed u_j) k_j^T, four threads a row of eight.
-      const int r = lane & 7, q = lane >> 2, part = lane & 3;
+      const int part = lane & 3;
       const float carry = query_weight[window];
       const float* fold = fold_weights + h * window;
       uint32_t non_finite = 0, infinite = 0;
+      __syncwarp();
 #pragma unroll 1
-      for (int step = 0; step < kSteps; ++step) {
-        copies.wait();
-        copies.begin();
-        if (step == 0) {
-          finish_copies();
-          __syncwarp();
-        }
-        std::byte* state = ring + place * kStepBytes;
-        if (++place == kPlaces) place = 0;
-        const auto read = [&](const float* operand) {
-          float sum = 0.0f;
-#pragma unroll 8
-          for (int chunk = 0; chunk < kChunks; ++chunk) {
-            const float4 s =
-                *reinterpret_cast<const float4*>(state + 16 * (r * kChunks + (chunk ^ r)));
-            sum = chain(load4(operand + 4 * chunk), s, sum);
-          }
-          return sum;
+      for (int q = lane >> 2; q < kTileRows; q += 8) {
+        const float last_u = __shfl_sync(0xFFFFFFFFu, u, q);
+        float4* to =
+            reinterpret_cast<float4*>(p.states.recurrence + row * p.states.row_stride +
+                                      (head0 + h) * p.states.head_stride + in_head * kStateBytes) +
+            q * kChunks + part;
+        const auto own = [&](int m) {
+          return reinterpret_cast<float4*>(state + swizzled(q, 4 * m + part));
         };
-        const int skip = step * kFlushRows;
-        float rest = __fmaf_rn(key_weight[window], read(own_key), v_of(skip + r));
-#pragma unroll 4
-        for (int j = 0; j < t; ++j) rest = __fmaf_rn(key_weight[j], stored(j, skip + r), rest);
-        const float last_u = __shfl_sync(0xFFFFFFFFu, beta * rest, q);
         float4 s[kN16];
 #pragma unroll
         for (int m = 0; m < kN16; ++m) {
-          const float4 x =
-              *reinterpret_cast<const float4*>(state + 16 * (q * kChunks + ((4 * m + part) ^ q)));
+          const float4 x = *own(m);
           s[m] = make_float4(carry * x.x, carry * x.y, carry * x.z, carry * x.w);
         }
 #pragma unroll 1
         for (int j = 0; j <= t; ++j) {
-          const float w = fold[j] * (j == t ? last_u : stored(j, skip + q));
+          const float w = fold[j] * (j == t ? last_u : stored(j, q));
           const float* key = keys + j * at.k_row + 4 * part;
 #pragma unroll
           for (int m = 0; m < kN16; ++m) s[m] = fma1(w, load4(key + 16 * m), s[m]);
         }
-        __syncwarp();
-        float4* to =
-            reinterpret_cast<float4*>(tile_of(row, head0 + h, head_tile) + step * kStepBytes) +
-            q * kChunks + part;
 #pragma unroll
         for (int m = 0; m < kN16; ++m) {
           __stcs(to + 4 * m, s[m]);
-          *reinterpret_cast<float4*>(state + 16 * (q * kChunks + ((4 * m + part) ^ q))) = s[m];
+          *own(m) = s[m];
           if (p.states.health) count_odd(s[m], &non_finite, &infinite);
         }
-        __syncwarp();
-        const float o = read(query);
-        if (lane < kFlushRows) out[skip + r] = from_float<Act>(o);
       }
+      __syncwarp();
+      const float o = read(query);
+      if (!of_query) out[r] = from_float<Act>(o);
       if (p.states.health) {
         add_tile_health(p.states.health + int64_t{row} * layer.value_heads + head0 + h,
                         kTileRows * kKeyDim, non_finite, infinite, p.units.rows.position[row]);
@@ -258,13 +232,13 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
   }
   if (gdn_decode_few(layer, plan, rows, states, step, stream)) return true;
   const int heads = layer.value_heads / layer.key_heads, head_tiles = layer.value_dim / kTileRows,
-            most = std::min(rows.rows, kMostTileRows);
-  const GdnUnitLayout at(n, plan.window, heads, step.activation == RecordType::bf16 ? 2 : 4);
-  const int warp = warp_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4,
-                              step.activation == RecordType::bf16 ? 2 : 4);
-  const TileLaunch use = TileLaunch::fit(static_cast<size_t>(at.end) + TileShare::bytes(most),
-                                         static_cast<size_t>(warp), most * layer.key_heads,
-                                         heads * head_tiles, kMostBlocks, kMostWarps);
+            most = std::min(rows.rows, kMostTileRows),
+            act_bytes = step.activation == RecordType::bf16 ? 2 : 4;
+  const GdnUnitLayout at(n, plan.window, heads, act_bytes);
+  const int place = place_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4, act_bytes);
+  const TileLaunch use = TileLaunch::fit(
+      static_cast<size_t>(at.end) + TileShare::bytes(most), static_cast<size_t>(kPlaces * place),
+      most * layer.key_heads, heads * head_tiles, kMostBlocks, kMostWarps);
   if (use.warps == 0) return false;
   const Kernel kernel =
       step.activation == RecordType::bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
@@ -277,6 +251,8 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
              plan.ring_u, plan.beta, plan.window, Divisor(heads)},
             work,
             states,
+            static_cast<uint32_t>(states.row_stride),
+            static_cast<uint32_t>(states.head_stride),
             Divisor(head_tiles)};
         kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
                  use.shared, stream>>>(launch);

@@ -1,11 +1,12 @@
 // Outputs and corrections of a token of GDN (decode_cuda.h) from checkpoints of NVFP4 and of other
 // 4-bit elements with its scales, for the rows that do not flush: bound by instructions. A unit is
 // the value heads of one key head of one row, a tile 32 rows of a head, one a thread, whose sums
-// with key and query are chains as kernels/gdn.h has them.
+// with key and query are chains as kernels/gdn.h has them; or, where the order of the sums is free,
+// four threads a row and its products in whole numbers (code_sums.cuh).
 #include <cmath>
 
+#include "kernels/code_sums.cuh"
 #include "kernels/gdn_unit.cuh"
-#include "kernels/nvfp4.cuh"
 
 namespace replayeval {
 namespace {
@@ -14,12 +15,13 @@ constexpr int kTileRows = 32;
 constexpr int kPlaces = 2;  // tiles in a warp's ring
 constexpr int kMostWarps = 4, kMostBlocks = 4;
 
+template <class Codes>
 struct Launch {
   GdnUnits units;
   TileWork work;
   const std::byte* read;
-  size_t row_stride, head_stride, scales, outer;
-  NarrowElement element;
+  uint32_t row_stride, head_stride, scales, outer;
+  typename Codes::Element element;
   Divisor head_tiles;
 };
 
@@ -28,14 +30,57 @@ __host__ __device__ constexpr int place_bytes(int key_dim, int window, int u_byt
   return kTileRows * (key_dim / 2 + key_dim / 16 + act_bytes + window * u_bytes);
 }
 
+/// Row `lane` of a tile times key and query, in the order of sums of kernels/gdn.h. By a whole
+/// warp.
+template <int kN16, class Codes>
+__device__ __forceinline__ void ordered_sums(const NarrowElement& element, const std::byte* codes,
+                                             const std::byte* scale_codes, const float* key,
+                                             const float* query, float outer, float* with_key,
+                                             float* with_query) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t unit_matrix = unit_part();
+  const Codes codec(element);
+  const float factor = element.power * outer;
+  float a = 0.0f, b = 0.0f;
+  bool nan = false;
+#pragma unroll
+  for (int m = 0; m < kN16; m += 4) {
+    const uint32_t scales = *reinterpret_cast<const uint32_t*>(scale_codes + lane * kN16 + m);
+    nan = nan || nan_scale(scales);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint2 both = *reinterpret_cast<const uint2*>(
+          codes + 16 * nvfp4_chunk<kN16>(lane, (m + k) / 2) + k % 2 * 8);
+      const typename Codes::Scale scale = codec.scale(scales, k);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float widened[8], s[8];
+        codec.widen(half == 0 ? both.x : both.y, scale, unit_matrix, widened);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) s[Codes::column(i)] = widened[i] * factor;
+        const int n = 16 * (m + k) + 8 * half;
+        const float4 low = make_float4(s[0], s[1], s[2], s[3]),
+                     high = make_float4(s[4], s[5], s[6], s[7]);
+        a = chain(load4(key + n + 4), high, chain(load4(key + n), low, a));
+        b = chain(load4(query + n + 4), high, chain(load4(query + n), low, b));
+      }
+    }
+  }
+  *with_key = nan ? __int_as_float(0x7FC00000) : a;
+  *with_query = nan ? __int_as_float(0x7FC00000) : b;
+}
+
 template <class Act, int kN16, class Codes>
 __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
-    read_nvfp4(const __grid_constant__ Launch p) {
+    read_nvfp4(const __grid_constant__ Launch<Codes> p) {
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ uint64_t barriers[4];
   constexpr int kKeyDim = 16 * kN16, kCodeBytes = kTileRows * kKeyDim / 2,
                 kScaleBytes = kTileRows * kN16, kVBytes = kTileRows * sizeof(Act);
   using Unit = GdnUnit<Act, kKeyDim>;
+  using Layout = SumLayout<kN16, Codes, 2>;
+  using Sums = typename Layout::Sums;
+  constexpr bool kWhole = Layout::kWhole;
   const GdnLayer& layer = p.units.layer;
   const int value_dim = layer.value_dim, heads = p.units.heads, window = p.units.window;
   const RecordType ring_u = p.units.ring_u;
@@ -44,9 +89,12 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       place_bytes(kKeyDim, window, ring_u == RecordType::bf16 ? 2 : 4, sizeof(Act));
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5,
             warps = static_cast<int>(blockDim.x >> 5) - 1;
-  std::byte* ring = shared + at.end + warp * (kPlaces * place_size);
+  std::byte* of_sums = shared + at.end;
+  std::byte* rings = of_sums + Layout::kBytes;
+  std::byte* ring = rings + warp * (kPlaces * place_size);
+  Layout::clear(of_sums);
   if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
-  const TileShare share(p.work, shared + at.end + warps * (kPlaces * place_size));
+  const TileShare share(p.work, rings + warps * (kPlaces * place_size));
   const PreparedPlaces prepared{barriers};
   TileWalk walk(share, warp, warps);
   walk.move();
@@ -58,6 +106,15 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
                 p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
     }
   };
+  const auto digits = [&](int run, int v) {
+    return Layout::vector(of_sums, shared + (run & 1) * at.unit + (v == 0 ? at.key : at.query), run,
+                          v);
+  };
+  const auto split = [&](int run) {
+    if constexpr (kWhole) {
+      for (int v = 0; v < 2; ++v) digits(run, v).split(p.element);
+    }
+  };
   {
     const Unit unit(p.units, walk.runs.now);
     unit.template copy_inputs<Team<0>>(at, shared);
@@ -67,10 +124,11 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       finish_copies();
       __syncthreads();
       unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
+      split(0);
       prepared.fill(0);
       Unit::template prepare_runs<1>(
           p.units, at, walk.runs, prepared, shared,
-          [&](const Unit& next, std::byte* place) { scales(Team<1>(), next, place); });
+          [&](const Unit& next, std::byte* place) { scales(Team<1>(), next, place); }, split);
       return;
     }
   }
@@ -78,14 +136,20 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     const Unit unit(p.units, run);
     const int h = tile / p.head_tiles, head = unit.head0 + h,
               row = (tile - h * p.head_tiles) * kTileRows;
-    const std::byte* from = p.read + unit.row * p.row_stride + head * p.head_stride;
+    const std::byte* from = p.read + uint64_t{static_cast<unsigned>(unit.row)} * p.row_stride +
+                            uint64_t{static_cast<unsigned>(head)} * p.head_stride;
     std::byte* to = ring + place * place_size;
+    constexpr unsigned kChunks = kN16 / 2;
+    const unsigned thread = threadIdx.x & 31u;
+    const std::byte* codes = from + row * (kKeyDim / 2) + 16 * thread;
 #pragma unroll
-    for (int i = lane; i < kCodeBytes / 16; i += 32) {
-      copy_async(to + 16 * nvfp4_chunk<kN16>(i / (kN16 / 2), i % (kN16 / 2)),
-                 from + row * (kKeyDim / 2) + 16 * i);
+    for (unsigned i = 0; i < kCodeBytes / 512; ++i) {
+      // nvfp4_chunk of chunk thread + 32 i.
+      const unsigned moved = 16 * ((thread / 8 + 4 * i) & (kChunks - 1));
+      copy_async(to + (16 * thread ^ moved) + 512 * i, codes + 512 * i);
     }
-    for (int i = lane; i < kScaleBytes / 16; i += 32)
+#pragma unroll
+    for (unsigned i = thread; i < kScaleBytes / 16; i += 32)
       copy_async(to + kCodeBytes + 16 * i, from + p.scales + row * kN16 + 16 * i);
     const int64_t first = int64_t{head} * value_dim + row;
     unit.template copy_v<kTileRows>(first, to + kCodeBytes + kScaleBytes);
@@ -99,8 +163,6 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
   }
 
-  const uint32_t unit_matrix = unit_part();
-  const Codes element(p.element);
   int place = 0;
   for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {
     const Unit unit(p.units, walk.runs.now);
@@ -109,137 +171,129 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     const std::byte* of_unit = shared + (run & 1) * at.unit;
     const float* key = reinterpret_cast<const float*>(of_unit + at.key);
     const float* query = reinterpret_cast<const float*>(of_unit + at.query);
+    const unsigned width = static_cast<unsigned>(layer.value_heads * value_dim);
+    Act* o_row = static_cast<Act*>(p.units.step.o) +
+                 uint64_t{static_cast<unsigned>(unit.row)} * width + unit.head0 * value_dim;
+    const int64_t appended =
+        static_cast<int64_t>(uint64_t{static_cast<unsigned>(unit.row * window + t)} * width) +
+        unit.head0 * value_dim;
     prepared.wait_filled(run);
     for (; walk.tile < last; walk.tile += warps) {
       copies.wait();
       copies.begin();
       const std::byte* packed = ring + place * place_size;
       if (++place == kPlaces) place = 0;
-      const int h = walk.tile / p.head_tiles;
-      const int64_t first =
-          int64_t{unit.head0 + h} * value_dim + (walk.tile - h * p.head_tiles) * kTileRows + lane;
-      const int64_t here = unit.row * unit.v_stride() + first,
-                    appended = unit.slot(t) * unit.v_stride() + first;
-      const float outer = p.element.power * reinterpret_cast<const float*>(of_unit + at.scale)[h];
-      float with_key = 0.0f, with_query = 0.0f;
-      bool nan = false;
-#pragma unroll
-      for (int m = 0; m < kN16; m += 4) {
-        const uint32_t scales =
-            *reinterpret_cast<const uint32_t*>(packed + kCodeBytes + lane * kN16 + m);
-        nan = nan || nan_scale(scales);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const uint2 codes = *reinterpret_cast<const uint2*>(
-              packed + 16 * nvfp4_chunk<kN16>(lane, (m + k) / 2) + k % 2 * 8);
-          const typename Codes::Scale scale = element.scale(scales, k);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float widened[8], s[8];
-            element.widen(half == 0 ? codes.x : codes.y, scale, unit_matrix, widened);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) s[Codes::column(i)] = widened[i] * outer;
-            const int n = 16 * (m + k) + 8 * half;
-            const float4 low = make_float4(s[0], s[1], s[2], s[3]),
-                         high = make_float4(s[4], s[5], s[6], s[7]);
-            with_key = chain(load4(key + n + 4), high, chain(load4(key + n), low, with_key));
-            with_query =
-                chain(load4(query + n + 4), high, chain(load4(query + n), low, with_query));
-          }
-        }
+      const int own = kWhole ? Sums::row() : lane, h = walk.tile / p.head_tiles;
+      const int first = h * value_dim + (walk.tile - h * p.head_tiles) * kTileRows + own;
+      const float outer = reinterpret_cast<const float*>(of_unit + at.scale)[h];
+      float with_key, with_query;
+      if constexpr (kWhole) {
+        const typename Sums::Vector vectors[2] = {digits(run, 0), digits(run, 1)};
+        float totals[2];
+        Sums(p.element, of_sums).totals(packed, packed + kCodeBytes, vectors, totals);
+        with_key = totals[0] * outer;
+        with_query = totals[1] * outer;
+      } else {
+        ordered_sums<kN16, Codes>(p.element, packed, packed + kCodeBytes, key, query, outer,
+                                  &with_key, &with_query);
       }
-      if (nan) with_key = with_query = __int_as_float(0x7FC00000);
       const float *key_weight =
                       reinterpret_cast<const float*>(of_unit + at.key_weights) + h * (window + 1),
                   *query_weight =
                       reinterpret_cast<const float*>(of_unit + at.query_weights) + h * (window + 1);
       const std::byte* us = packed + kCodeBytes + kScaleBytes + kVBytes;
       const float v =
-          to_float(reinterpret_cast<const Act*>(packed + kCodeBytes + kScaleBytes)[lane]);
+          to_float(reinterpret_cast<const Act*>(packed + kCodeBytes + kScaleBytes)[own]);
       float rest = __fmaf_rn(key_weight[window], with_key, v),
             o = query_weight[window] * with_query;
 #pragma unroll 4
       for (int j = 0; j < t; ++j) {
-        const float u = load_record(ring_u, us, j * kTileRows + lane);
+        const float u = load_record(ring_u, us, j * kTileRows + own);
         rest = __fmaf_rn(key_weight[j], u, rest);
         o = __fmaf_rn(query_weight[j], u, o);
       }
       const float u =
           unit.rounded_beta(reinterpret_cast<const float*>(of_unit + at.beta)[h]) * rest;
-      static_cast<Act*>(p.units.step.o)[here] = from_float<Act>(__fmaf_rn(query_weight[t], u, o));
+      o_row[first] = from_float<Act>(__fmaf_rn(query_weight[t], u, o));
       if (!flush) {
-        static_cast<Act*>(p.units.step.ring_v)[appended] = from_float<Act>(v);
-        store_record(ring_u, p.units.step.ring_u, appended, u);
+        static_cast<Act*>(p.units.step.ring_v)[appended + first] = from_float<Act>(v);
+        store_record(ring_u, p.units.step.ring_u, appended + first, u);
       }
     }
     prepared.empty(run);
   }
 }
 
-using Kernel = void (*)(const Launch);
-template <class Act, class Codes>
-Kernel kernel_of(int key_dim) {
-  return key_dim == 128  ? read_nvfp4<Act, 8, Codes>
-         : key_dim == 64 ? read_nvfp4<Act, 4, Codes>
-                         : read_nvfp4<Act, 16, Codes>;
-}
-template <class Act>
-Kernel kernel_of(NarrowElement::Kind kind, int key_dim) {
-  switch (kind) {
-    case NarrowElement::Kind::e2m1:
-      return kernel_of<Act, FloatCodes<1>>(key_dim);
-    case NarrowElement::Kind::e3m0:
-      return kernel_of<Act, FloatCodes<0>>(key_dim);
-    case NarrowElement::Kind::fixed_point:
-      return kernel_of<Act, FixedPointCodes>(key_dim);
-  }
-  return nullptr;
+/// A way to sum: its kernel and what it needs.
+template <class Codes>
+bool start(const typename Codes::Element& element, const GdnLayer& layer, const HeadPlan& plan,
+           const DecodeRows& rows, const DecodeStates& states, const GdnDecodeStep& step,
+           CudaStream stream) {
+  const auto with = [&]<int kN16>(std::integral_constant<int, kN16>) {
+    const bool bf16 = step.activation == RecordType::bf16,
+               skip_flush = plan.flush_output == FlushOutput::recurrence;
+    const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
+    const int n = layer.key_dim, heads = layer.value_heads / layer.key_heads,
+              head_tiles = layer.value_dim / kTileRows, most = std::min(rows.rows, kMostTileRows),
+              act_bytes = bf16 ? 2 : 4;
+    const PackedLayout l = packed_layout(format.descriptor, layer.value_dim, n);
+    const GdnUnitLayout at(n, plan.window, heads, act_bytes);
+    const int place =
+        place_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4, act_bytes);
+    const TileLaunch use = TileLaunch::fit(
+        static_cast<size_t>(at.end) + SumLayout<kN16, Codes, 2>::kBytes + TileShare::bytes(most),
+        static_cast<size_t>(kPlaces * place), most * layer.key_heads, heads * head_tiles,
+        kMostBlocks, kMostWarps);
+    if (use.warps == 0) return false;
+    const auto kernel =
+        bf16 ? read_nvfp4<__nv_bfloat16, kN16, Codes> : read_nvfp4<float, kN16, Codes>;
+    allow_shared(kernel, use.shared);
+    TileWork::each(
+        rows, plan.window, skip_flush, use.turns, layer.key_heads, heads * head_tiles,
+        [&](const TileWork& work) {
+          const Launch<Codes> launch{
+              {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
+               plan.ring_u, plan.beta, plan.window, Divisor(heads)},
+              work,
+              plan.read ? states.read : states.recurrence,
+              static_cast<uint32_t>(plan.read ? states.read_row_stride : states.row_stride),
+              static_cast<uint32_t>(plan.read ? states.read_head_stride : states.head_stride),
+              static_cast<uint32_t>(l.scales),
+              static_cast<uint32_t>(l.outer),
+              element,
+              Divisor(head_tiles)};
+          kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
+                   use.shared, stream>>>(launch);
+          CUDA_CHECK(cudaGetLastError());
+        });
+    return true;
+  };
+  return layer.key_dim == 128  ? with(std::integral_constant<int, 8>())
+         : layer.key_dim == 64 ? with(std::integral_constant<int, 4>())
+                               : with(std::integral_constant<int, 16>());
 }
 
 }  // namespace
 
+bool gdn_reads_freely(const GdnLayer& layer, const HeadPlan& plan, const DecodeStates& states) {
+  const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
+  const PackedLayout l = packed_layout(format.descriptor, layer.value_dim, layer.key_dim);
+  return states.sums_freely && CodeTable::of(format, l);
+}
+
 bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                     const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream) {
   const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
-  const int n = layer.key_dim, heads = layer.value_heads / layer.key_heads;
+  const int n = layer.key_dim;
   const PackedLayout l = packed_layout(format.descriptor, layer.value_dim, n);
-  const std::optional<NarrowElement> element = NarrowElement::of(format, l);
-  if (!element || (n != 64 && n != 128 && n != 256) || l.scales % 16 != 0 ||
-      layer.value_dim % kTileRows != 0 || reinterpret_cast<uintptr_t>(step.v) % 16 != 0) {
+  if ((n != 64 && n != 128 && n != 256) || l.scales % 16 != 0 || layer.value_dim % kTileRows != 0 ||
+      reinterpret_cast<uintptr_t>(step.v) % 16 != 0) {
     return false;
   }
-  const bool bf16 = step.activation == RecordType::bf16,
-             skip_flush = plan.flush_output == FlushOutput::recurrence;
-  const int head_tiles = layer.value_dim / kTileRows, most = std::min(rows.rows, kMostTileRows);
-  const GdnUnitLayout at(n, plan.window, heads, bf16 ? 2 : 4);
-  const int place =
-      place_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4, bf16 ? 2 : 4);
-  const TileLaunch use = TileLaunch::fit(
-      static_cast<size_t>(at.end) + TileShare::bytes(most), static_cast<size_t>(kPlaces * place),
-      most * layer.key_heads, heads * head_tiles, kMostBlocks, kMostWarps);
-  if (use.warps == 0) return false;
-  const Kernel kernel =
-      bf16 ? kernel_of<__nv_bfloat16>(element->kind, n) : kernel_of<float>(element->kind, n);
-  allow_shared(kernel, use.shared);
-  TileWork::each(
-      rows, plan.window, skip_flush, use.turns, layer.key_heads, heads * head_tiles,
-      [&](const TileWork& work) {
-        const Launch launch{
-            {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
-             plan.ring_u, plan.beta, plan.window, Divisor(heads)},
-            work,
-            plan.read ? states.read : states.recurrence,
-            plan.read ? states.read_row_stride : states.row_stride,
-            plan.read ? states.read_head_stride : states.head_stride,
-            l.scales,
-            l.outer,
-            *element,
-            Divisor(head_tiles)};
-        kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
-                 use.shared, stream>>>(launch);
-        CUDA_CHECK(cudaGetLastError());
-      });
-  return true;
+  return read_codes(format, l, states.sums_freely,
+                    [&]<class Codes>(const Codes*, const typename Codes::Element& element) {
+                      return start<Codes>(element, layer, plan, rows, states, step, stream);
+                    });
 }
 
 }  // namespace replayeval

@@ -198,11 +198,12 @@ struct GdnUnit {
     Team::meet();
   }
   /// The warps that prepare, the block's last kWarps: what a block needs for its second run and
-  /// all further ones. `scales(unit, place)` adds what else a unit needs.
-  template <int kWarps, class Scales>
+  /// all further ones. `scales(unit, place)` adds what else a unit needs, `finish(run)` comes when
+  /// all else is there.
+  template <int kWarps, class Scales, class Finish>
   static __device__ void prepare_runs(const GdnUnits& units, const GdnUnitLayout& at,
                                       TileRuns& runs, const PreparedPlaces& prepared,
-                                      std::byte* shared, Scales&& scales) {
+                                      std::byte* shared, Scales&& scales, Finish&& finish) {
     // A fold reads the keys of the window where they were prepared.
     bool fold = runs.now.t + 1 == units.window;
     runs.move();
@@ -216,6 +217,7 @@ struct GdnUnit {
       Team<kWarps>::meet();
       fold = unit.t + 1 == units.window;
       unit.template prepare<Team<kWarps>>(at, !fold, place, shared);
+      finish(run);
       prepared.fill(run);
       runs.move();
       if (runs.now.real()) GdnUnit(units, runs.now).template copy_inputs<Team<kWarps>>(at, shared);
@@ -239,12 +241,18 @@ struct GdnUnit {
   template <int kRows>
   __device__ void copy_corrections(int64_t first, std::byte* to) const {
     const int bytes = p.ring_u == RecordType::bf16 ? 2 : 4, chunks = kRows * bytes / 16;
-    const std::byte* from =
-        static_cast<const std::byte*>(p.step.ring_u) + (slot(0) * v_stride() + first) * bytes;
-    const int64_t stride = v_stride() * bytes;
+    const unsigned stride = static_cast<unsigned>(p.layer.value_heads * p.layer.value_dim * bytes);
     const int shift = __popc(chunks - 1), lane = threadIdx.x & 31;
-    for (int i = lane; i < t << shift; i += 32) {
-      copy_async(to + 16 * i, from + (i >> shift) * stride + 16 * (i & (chunks - 1)));
+    const std::byte* from =
+        static_cast<const std::byte*>(p.step.ring_u) + first * bytes +
+        uint64_t{static_cast<unsigned>(row * p.window + (lane >> shift))} * stride +
+        16 * (lane & (chunks - 1));
+    to += 16 * lane;
+#pragma unroll 2
+    for (int j = lane >> shift; j < t; j += 32 >> shift) {
+      copy_async(to, from);
+      to += 16 * 32;
+      from += uint64_t{32u >> shift} * stride;
     }
   }
 };

@@ -228,6 +228,7 @@ class DecodeBench {
   }
   DecodeStates states(int l) const {
     DecodeStates s;
+    s.sums_freely = w_.sums_freely;
     s.recurrence = recurrence_.layers[l].data();
     s.head_stride = recurrence_.head_stride;
     s.row_stride = recurrence_.row_stride;

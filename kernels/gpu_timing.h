@@ -34,7 +34,8 @@ struct DecodeWorkload {
   int layers = 4;  // at least so many that their states together are several times the cache
   int cycles = 3;  // timed, after one that is not
   RowPhases phases = RowPhases::staggered;
-  bool only_reads = false;  // every step in the middle of the window; nothing is flushed
+  bool sums_freely = false;  // DecodeStates
+  bool only_reads = false;   // every step in the middle of the window; nothing is flushed
 };
 
 struct DecodeTiming {

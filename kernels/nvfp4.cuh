@@ -105,6 +105,8 @@ struct NarrowElement {
 /// Codes of a sign and three bits, kMantissa of them the mantissa's.
 template <int kMantissa>
 struct FloatCodes {
+  using Element = NarrowElement;
+  static constexpr int kDigits = 0;
   using Scale = __half2;  // 2^7 of a block's
 
   __device__ explicit FloatCodes(const NarrowElement&) {}
@@ -144,6 +146,8 @@ __device__ __forceinline__ uint32_t four_of_eight(uint32_t low, uint32_t high, u
 /// Codes of any numbers in fixed point: a byte behind the upper bits of 1024 is an FP16 number from
 /// which 1088 is taken in the product with the scale.
 struct FixedPointCodes {
+  using Element = NarrowElement;
+  static constexpr int kDigits = 0;
   struct Scale {
     __half2 factor, less;  // 1, -1088 times it
   };
@@ -181,8 +185,8 @@ struct FixedPointCodes {
 /// Rows of 16 kN16 columns in shared memory: codes in 16-byte chunks, placed so that eight threads
 /// that read the same columns of eight rows meet different banks.
 template <int kN16>
-__device__ __forceinline__ int nvfp4_chunk(int row, int chunk) {
-  constexpr int kChunks = kN16 / 2, kApart = kChunks >= 8 ? 1 : 8 / kChunks;
+__device__ __forceinline__ unsigned nvfp4_chunk(unsigned row, unsigned chunk) {
+  constexpr unsigned kChunks = kN16 / 2, kApart = kChunks >= 8 ? 1 : 8 / kChunks;
   return row * kChunks + (chunk ^ (row / kApart & (kChunks - 1)));
 }
 

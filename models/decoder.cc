@@ -365,6 +365,7 @@ Decoder::Implementation::Implementation(const Model& m, DecoderOptions o)
 
 DecodeStates Decoder::Implementation::states_of(const BandStates& states, int heads) const {
   DecodeStates view;
+  view.sums_freely = model.options().dense == DenseMode::fast;
   view.recurrence = states.recurrence.data();
   view.head_stride = states.recurrence_stride;
   view.row_stride = static_cast<size_t>(heads) * states.recurrence_stride;

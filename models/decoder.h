@@ -27,7 +27,8 @@ struct DecoderOptions {
 
 /// Rows that decode. Arithmetic and bits are those of Model::forward with one token a row, all rows
 /// in one product (`dense: invariant`: whatever the rows; `fast`: as the shape of the product
-/// decides, and with `compute: bf16` attention on tensor cores, paged_attention_fast_cuda).
+/// decides, sums over 4-bit checkpoints in whole numbers, DecodeStates::sums_freely, and with
+/// `compute: bf16` attention on tensor cores, paged_attention_fast_cuda).
 class Decoder {
  public:
   /// Why these rows cannot be decoded so (then Model::forward does it); nothing when they can.
