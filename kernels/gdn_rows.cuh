@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(kGdnRowThreads, 2)
                             part,
                             value_dim,
                             position + static_cast<uint32_t>(t),
-                            t + 1 == tokens};
+                            t + 1 == tokens,
+                            launch.tables.buckets};
       round_rows<RunColumns>(role, numbers, &counts, [&](int i, float4 q4) { s[i] = q4; });
     }
   }
@@ -564,10 +565,17 @@ __global__ void __launch_bounds__(kGdnWindowThreads, 3)
       const bool has = r ? has_row[1] : has_row[0];
       odd = odd && has;
       if (odd) first_odd = min(first_odd, token);
-      const Numbers numbers{v,         quad,      largest,
-                            head_amax, odd,       r ? row[1] : row[0],
-                            part,      value_dim, position + static_cast<uint32_t>(token),
-                            !again};
+      const Numbers numbers{v,
+                            quad,
+                            largest,
+                            head_amax,
+                            odd,
+                            r ? row[1] : row[0],
+                            part,
+                            value_dim,
+                            position + static_cast<uint32_t>(token),
+                            !again,
+                            launch.tables.buckets};
       ThreadCounts own_counts;
       round_rows<RunColumns>(k > 1 ? roles[1] : roles[0], numbers, &own_counts,
                              [&](int i, float4 q4) { store4(to + kStep * i, q4); });

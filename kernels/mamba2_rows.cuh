@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 3)
                             part,
                             head_dim,
                             position + static_cast<uint32_t>(t),
-                            t + 1 == tokens};
+                            t + 1 == tokens,
+                            launch.tables.buckets};
       round_rows<LaneColumns>(role, numbers, &counts, [&](int i, float4 q4) { v[i] = q4; });
     }
   }
@@ -432,10 +433,17 @@ __global__ void __launch_bounds__(kMamba2RowThreads, 3)
       const bool has = r ? has_row[1] : has_row[0];
       odd = odd && has;
       if (odd) first_odd = min(first_odd, token);
-      const Numbers numbers{v,         quad,     largest,
-                            head_amax, odd,      has ? (r ? row[1] : row[0]) : head_dim,
-                            part,      head_dim, position + static_cast<uint32_t>(token),
-                            !again};
+      const Numbers numbers{v,
+                            quad,
+                            largest,
+                            head_amax,
+                            odd,
+                            has ? (r ? row[1] : row[0]) : head_dim,
+                            part,
+                            head_dim,
+                            position + static_cast<uint32_t>(token),
+                            !again,
+                            launch.tables.buckets};
       ThreadCounts own;
       round_rows<LaneColumns>(k > 1 ? roles[1] : roles[0], numbers, &own,
                               [&](int i, float4 q4) { store4(to + step * i, q4); });

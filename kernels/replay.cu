@@ -94,6 +94,7 @@ ReplayTables RowTables::on_device(const CallTables& tables) const {
   t.pending = tables.table<const int>(pending_at_);
   t.head_plans = tables.table<const uint8_t>(head_plans_at_);
   t.formats = formats_.formats(tables);
+  t.buckets = formats_.buckets(tables);
   t.fixed_scales = formats_.scales(tables);
   t.mode = mode_;
   t.layer = layer_;

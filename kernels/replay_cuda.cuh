@@ -49,6 +49,7 @@ struct ReplayTables {
   const int* pending;
   const uint8_t* head_plans;
   const DeviceFormat* formats;
+  const ListBuckets* buckets;  // two a format: FormatTable::buckets
   const float* fixed_scales;
   WalkMode mode;
   int layer, head_offset;

@@ -286,12 +286,13 @@ __device__ inline row_codec::Role role_of(const ReplayTables& tables, const Devi
                                           StateRole role) {
   const bool read = role == StateRole::read;
   const DevicePlan& plan = *head.plan;
+  const int format = read ? plan.read : plan.recurrence;
+  const bool stochastic = read ? plan.read_stochastic : plan.recurrence_stochastic;
   return row_codec::make_role(
-      tables.formats[read ? plan.read : plan.recurrence].descriptor,
-      read ? plan.read_stochastic : plan.recurrence_stochastic,
+      tables.formats[format].descriptor, stochastic,
       device_philox_key({plan.seed, head.row->stream, static_cast<uint32_t>(tables.layer),
                          static_cast<uint32_t>(tables.head_offset + head.head), 0, role}),
-      head.packed(role));
+      head.packed(role), tables.buckets, 2 * format + (stochastic ? 1 : 0));
 }
 
 /// Adds a block's counts to its head's health; `first_odd` is the thread's first token with a

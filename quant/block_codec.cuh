@@ -145,14 +145,16 @@ struct FloatRule {
 /// Neighbours of a list so far apart and not further: quotient_past is exact.
 constexpr float kLeastGap = 0x1p-60f, kMostGap = 0x1p60f;
 
-/// For q = a / b in FP32, b not 0, and r of 24 bits: has the sign of b exactly when
+constexpr float kRandomUnit = 0x1p-24f;
+
+/// For q = a / (2^24 b) in FP32, b not 0, and r of 24 bits: has the sign of b exactly when
 /// floor(q 2^24) + r >= 2^24. That is q >= rho = 1 - r 2^-24; with 2^k the power below rho, the
 /// numbers that FP32 rounds to rho or more begin at rho - 2^(k - 24), no quotient of two FP32
-/// numbers itself. a - rho b is exact where it is as small as 2^(k - 24) b.
+/// numbers itself. a - 2^24 rho b is exact where it is as small as 2^k b.
 __device__ __forceinline__ float quotient_past(float a, float b, uint32_t r) {
-  const float minus_rho = __fmaf_rn(static_cast<float>(r), 0x1p-24f, -1.0f);
+  const float minus_rho = static_cast<float>(static_cast<int32_t>(r | 0xFF000000u));  // 2^24 times
   constexpr uint32_t kLess = (24u << 23) + 1u;
-  const float power = bits_float((float_bits(minus_rho) - kLess) & 0x7F800000u);  // 2^(k - 24)
+  const float power = bits_float((float_bits(minus_rho) - kLess) & 0x7F800000u);  // 2^k
   return __fmaf_rn(power, b, __fmaf_rn(minus_rho, b, a));
 }
 
@@ -182,7 +184,8 @@ struct ValuesRule {
     if (!(b - a >= kLeastGap && b - a <= kMostGap))
       return encode_value_stochastic(*list, y, random >> 8);
     const bool negative = y < 0;
-    const bool up = quotient_past(negative ? b - y : y - a, b - a, random >> 8) >= 0;
+    const bool up =
+        quotient_past(negative ? b - y : y - a, (b - a) * kRandomUnit, random >> 8) >= 0;
     return static_cast<uint32_t>(left) + (up != negative ? 1u : 0u);
   }
   __device__ float decode(uint32_t code) const {

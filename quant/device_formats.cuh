@@ -6,6 +6,7 @@
 
 #include "quant/block_codec.cuh"
 #include "quant/cuda_check.cuh"
+#include "quant/list_buckets.h"
 #include "quant/state_format.h"
 
 namespace replayeval {
@@ -23,6 +24,7 @@ class FormatTable {
   void add_to(CallTables* tables) {
     formats_at_ = tables->add(std::span<const DeviceFormat>(formats_));
     scales_at_ = tables->add(std::span<const float>(scales_));
+    buckets_at_ = tables->add(std::span<const ListBuckets>(buckets_));
   }
   const std::vector<DeviceFormat>& on_host() const { return formats_; }
   const std::vector<float>& scales_on_host() const { return scales_; }
@@ -33,12 +35,18 @@ class FormatTable {
     return tables.table<const float>(scales_at_);
   }
 
+  /// Of format f: 2 f to nearest, 2 f + 1 stochastically.
+  const ListBuckets* buckets(const CallTables& tables) const {
+    return tables.table<const ListBuckets>(buckets_at_);
+  }
+
  private:
   std::vector<RandomKey> heads_;  // layer and head of each head of the call
   std::vector<const StateFormat*> known_;
   std::vector<DeviceFormat> formats_;
   std::vector<float> scales_;
-  size_t formats_at_ = 0, scales_at_ = 0;
+  std::vector<ListBuckets> buckets_;
+  size_t formats_at_ = 0, scales_at_ = 0, buckets_at_ = 0;
 };
 
 /// Philox key of one encoding; as philox_key of quantize_core.h, for the device.

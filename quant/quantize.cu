@@ -101,6 +101,11 @@ int FormatTable::add(const StateFormat& format) {
   formats_.emplace_back();
   DeviceFormat entry;
   entry.descriptor = format.descriptor;
+  for (bool stochastic : {false, true}) {
+    buckets_.push_back(format.descriptor.element == ElementKind::values
+                           ? list_buckets(format.descriptor.list, stochastic)
+                           : ListBuckets{});
+  }
   if (format.descriptor.span == Span::fixed) {
     entry.fixed_first = static_cast<int>(scales_.size());
     for (const RandomKey& key : heads_) {

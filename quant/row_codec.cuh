@@ -6,6 +6,7 @@
 #pragma once
 
 #include "quant/block_codec.cuh"
+#include "quant/list_buckets.h"
 
 namespace replayeval {
 
@@ -42,6 +43,14 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   float m;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
   return m;
+}
+
+/// n + 1 where a condition holds, in one instruction beside it.
+__device__ __forceinline__ uint32_t one_more_if(bool condition, uint32_t n) {
+  asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %1, 0;\n\t@p add.u32 %0, %0, 1;\n\t}"
+      : "+r"(n)
+      : "r"(static_cast<uint32_t>(condition)));
+  return n;
 }
 
 /// Rounds finite magnitudes a to the values of a format.
@@ -93,9 +102,11 @@ struct KnownNumber {
 
 /// What round_known asks of an element: rounded(y, word, scale) is the magnitude of y (kSigned: y)
 /// rounded, times the scale of its block. kTwoSided: its range is not the same on both sides;
-/// kOnlyStochastic: it rounds in no other way.
+/// kOnlyStochastic: it rounds in no other way; kByQuads: rounded(y, words, values) rounds four
+/// numbers, without the scale.
 struct ElementTraits {
-  static constexpr bool kKnown = false, kSigned = false, kTwoSided = false, kOnlyStochastic = false;
+  static constexpr bool kKnown = false, kSigned = false, kTwoSided = false, kOnlyStochastic = false,
+                        kByQuads = false;
 };
 
 /// A number known to the compiler.
@@ -310,71 +321,48 @@ struct ValueElement : ElementTraits {
       }
     }
     if constexpr (kStochastic) {
-      const float past = block_codec::quotient_past(y - near, far - near, word >> 8);
+      const float past =
+          block_codec::quotient_past(y - near, (far - near) * block_codec::kRandomUnit, word >> 8);
       result = (past < 0) == negative ? far : near;
     }
     return kScaled ? result * scale : result;
   }
 };
 
-/// A list that is its own mirror image, of multiples of a power of two u up to 31 u: the whole
-/// units of a magnitude tell between which values it lies, and the lane of that number holds them.
-/// Of two neighbours the smaller magnitude is the one to begin from on both sides of 0, and ties go
-/// to codes of the same parity.
-struct GridElement : ElementTraits {
-  static constexpr bool kSigned = true;
-  /// 2^23; so many units and a have the number of a's whole ones as their last bits.
-  static constexpr float kUnits = 8388608.0f;
-  float most, whole;
-  float near, far, threshold;  // the lane's
+/// A list of values far enough apart: a number's bucket, then what holds from its divider on, come
+/// from the lanes of these numbers.
+struct BucketElement : ElementTraits {
+  static constexpr bool kSigned = true, kTwoSided = true, kByQuads = true;
+  ListBuckets::Bucket own;  // the lane's
+  float scale, offset;
 
-  /// 16 u is the power below the last value.
-  static __device__ float unit(const ValueList& list) {
-    return bits_float(float_bits(list.values[list.count - 1]) & 0x7F800000u) * 0.0625f;
-  }
-  static __device__ bool takes(const FormatDescriptor& d, bool stochastic) {
-    if (!ValueElement<true>::takes(d, stochastic)) return false;
-    const ValueList& list = d.list;
-    const int last = list.count - 1;
-    if (list.count % 2 == 0 || float_bits(list.values[last / 2]) != 0 ||
-        d.clip_low != -d.clip_high || !(list.values[last] >= block_codec::kLeastGap) ||
-        !(list.values[last] <= block_codec::kMostGap)) {
-      return false;
+  __device__ explicit BucketElement(const ListBuckets& b)
+      : own(b.buckets[threadIdx.x & 31]), scale(b.scale), offset(b.offset) {}
+
+  template <bool kStochastic>
+  __device__ __forceinline__ void rounded(const float (&y)[4], const PhiloxWords& words,
+                                          float (&value)[4]) const {
+    uint32_t lane[4] = {};
+    const auto of_lane = [&](float x, int e) {
+      return __shfl_sync(0xFFFFFFFFu, x, static_cast<int>(lane[e]));
+    };
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float t = __saturatef(__fmaf_rn(y[e], scale, offset));
+      lane[e] = float_bits(__fmaf_rz(t, ListBuckets::kCount, 0x1p23f));  // the bucket's last bits
     }
-    bool grid = true;
-    for (int i = last / 2; i <= last; ++i) {
-      const float units = list.values[i] / unit(list);
-      grid = grid && list.values[i] == -list.values[last - i] &&
-             __fadd_rz(units, kUnits) - kUnits == units;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) lane[e] = one_more_if(y[e] >= of_lane(own.divider, e), lane[e]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float near = of_lane(own.near, e);
+      value[e] = near;
+      if constexpr (kStochastic) {
+        const float far = of_lane(own.far, e), gap = of_lane(own.gap, e);
+        const float past = block_codec::quotient_past(y[e] - near, gap, words.word[e] >> 8);
+        value[e] = (past < 0) == (gap < 0) ? far : near;
+      }
     }
-    return grid;
-  }
-  __device__ explicit GridElement(const FormatDescriptor& d) {
-    const ValueList& list = d.list;
-    most = list.values[list.count - 1];
-    whole = unit(list) * kUnits;
-    const float own = unit(list) * static_cast<float>(threadIdx.x & 31);
-    int code = list.count / 2;
-    while (code + 2 < list.count && list.values[code + 1] <= own) ++code;
-    near = list.values[code];
-    far = list.values[code + 1];
-    threshold = list.thresholds[code];
-  }
-  template <bool kStochastic, bool kScaled>
-  __device__ __forceinline__ float rounded(float y, uint32_t word, float scale) const {
-    const float a = fminf(fabsf(y), most);
-    const int lane = static_cast<int>(float_bits(__fadd_rz(a, whole)));
-    const auto of_lane = [lane](float x) { return __shfl_sync(0xFFFFFFFFu, x, lane); };
-    const float from = of_lane(near), to = of_lane(far);
-    bool up;
-    if constexpr (kStochastic) {
-      up = !(block_codec::quotient_past(a - from, to - from, word >> 8) < 0);
-    } else {
-      up = a >= of_lane(threshold);
-    }
-    // 0 is positive.
-    const float value = bits_float(float_bits(up ? to : from) | (float_bits(y) & 0x80000000u));
-    return kScaled ? __fmaf_rn(value, scale, 0.0f) : value + 0.0f;
   }
 };
 
@@ -388,7 +376,8 @@ __device__ __forceinline__ float reciprocal(float x) {
   return __fmaf_rn(r, -__fmaf_rn(x, r, -1.0f), r);
 }
 
-enum class Element : uint8_t {
+/// bucket_values + i: the list whose ListBuckets are the i-th of a call.
+enum class Element : int {
   fp32,
   e2m1,
   e4m3,
@@ -397,10 +386,10 @@ enum class Element : uint8_t {
   floating,
   fine_floating,
   integer,
-  grid_values,
   few_values,
   values,
-  described
+  described,
+  bucket_values
 };
 
 /// What a role's encodings of one head have in common, in registers.
@@ -417,25 +406,26 @@ struct Role {
 };
 
 __device__ inline Role make_role(const FormatDescriptor& d, bool stochastic, const PhiloxKey& key,
-                                 std::byte* packed) {
+                                 std::byte* packed, const ListBuckets* buckets = nullptr,
+                                 int bucket_list = 0) {
   using namespace block_codec;
   Role r;
   r.d = &d;
   r.block = d.block_scale == BlockScale::none ? 0 : d.block_columns;
   r.stochastic = stochastic && d.element != ElementKind::fp32;
-  r.element =
-      d.element == ElementKind::fp32 && d.span == Span::none && r.block == 0 ? Element::fp32
-      : is_known<kE2m1>(d) && r.block > 0                                    ? Element::e2m1
-      : is_known<kE4m3>(d) && r.block == 0                                   ? Element::e4m3
-      : is_known<kFp16>(d) && r.block == 0                                   ? Element::fp16
-      : is_known<kBf16>(d) && r.block == 0                                   ? Element::bf16
-      : FloatElement::takes(d, r.stochastic)                                 ? Element::floating
-      : FineFloatElement::takes(d)          ? Element::fine_floating
-      : IntegerElement::takes(d)            ? Element::integer
-      : GridElement::takes(d, r.stochastic) ? Element::grid_values
-      : ValueElement<true>::takes(d, r.stochastic)
-          ? (d.list.count <= ValueElement<true>::kLanes ? Element::few_values : Element::values)
-          : Element::described;
+  r.element = d.element == ElementKind::fp32 && d.span == Span::none && r.block == 0 ? Element::fp32
+              : is_known<kE2m1>(d) && r.block > 0                                    ? Element::e2m1
+              : is_known<kE4m3>(d) && r.block == 0                                   ? Element::e4m3
+              : is_known<kFp16>(d) && r.block == 0                                   ? Element::fp16
+              : is_known<kBf16>(d) && r.block == 0                                   ? Element::bf16
+              : FloatElement::takes(d, r.stochastic)        ? Element::floating
+              : FineFloatElement::takes(d)                  ? Element::fine_floating
+              : IntegerElement::takes(d)                    ? Element::integer
+              : !ValueElement<true>::takes(d, r.stochastic) ? Element::described
+              : buckets && buckets[bucket_list].taken
+                  ? static_cast<Element>(static_cast<int>(Element::bucket_values) + bucket_list)
+              : d.list.count <= ValueElement<true>::kLanes ? Element::few_values
+                                                           : Element::values;
   r.span = d.span;
   constexpr FloatFormat e4m3 = kE4m3;
   r.plain_scale = d.block_scale == BlockScale::floating && d.scale_number == e4m3 &&
@@ -547,6 +537,7 @@ struct Numbers {
   int row, part, head_dim;
   uint32_t position;
   bool store;
+  const ListBuckets* buckets = nullptr;  // of the call
 };
 
 /// Outer scale of the thread's row.
@@ -618,17 +609,25 @@ __device__ __forceinline__ bool round_known(const Number& number, const Role& r,
     const float scale = kBlock > 0 ? of_quad<Columns, kBlock>(own_scale, i) : 1.0f;
     PhiloxWords words{};
     if constexpr (kStochastic) words = words_of(r, n, column);
-    float x[4];
+    float x[4], quad[4];
     to_array(n.v[i], x);
+    if constexpr (Number::kByQuads) {
+      for (int e = 0; e < 4; ++e) x[e] = x[e] * factor;
+      number.template rounded<kStochastic>(x, words, quad);
+    }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float y = x[e] * factor;
-      const float value =
-          number.template rounded<kStochastic, (kBlock > 0)>(y, words.word[e], scale);
+      const float y = Number::kByQuads ? x[e] : x[e] * factor;
+      float value;
+      if constexpr (Number::kByQuads) {
+        value = kBlock > 0 ? quad[e] * scale : quad[e];
+      } else {
+        value = number.template rounded<kStochastic, (kBlock > 0)>(y, words.word[e], scale);
+      }
       if constexpr (kBlock > 0 && Number::kKnown) {
         clipped = clipped + __saturatef(__fmaf_rn(fabsf(y), kSteep, threshold));
       } else if constexpr (kBlock > 0) {
-        outside += is_outside(y) ? 1 : 0;
+        outside = one_more_if(is_outside(y), outside);
       }
       x[e] = value * o.decode;
       if constexpr (!Number::kSigned)
@@ -797,8 +796,9 @@ __device__ __forceinline__ void round_rows(const row_codec::Role& r, const row_c
       done = round_blocks<Columns>(FineFloatElement(*r.d), r, n, counts, sink);
     } else if (r.element == Element::integer) {
       done = round_blocks<Columns>(IntegerElement(*r.d), r, n, counts, sink);
-    } else if (r.element == Element::grid_values) {
-      done = round_blocks<Columns>(GridElement(*r.d), r, n, counts, sink);
+    } else if (r.element >= Element::bucket_values) {
+      const int list = static_cast<int>(r.element) - static_cast<int>(Element::bucket_values);
+      done = round_blocks<Columns>(BucketElement(n.buckets[list]), r, n, counts, sink);
     } else if (r.element == Element::few_values) {
       done = round_blocks<Columns>(ValueElement<true>(*r.d, r.stochastic), r, n, counts, sink);
     } else if (r.element == Element::values) {

@@ -238,6 +238,9 @@ inline std::vector<std::shared_ptr<const StateFormat>> described_formats() {
   };
   const std::string fifteen =
                         "{values: [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]}",
+                    sixteen =
+                        "{values: [-1, -0.6961928, -0.525, -0.395, -0.28444138, -0.1847, -0.09105, "
+                        "0, 0.0795803, 0.161, 0.2461123, 0.338, 0.44070983, 0.5626, 0.723, 1]}",
                     forty =
                         list_of(40, [](int i) { return 0.1f * static_cast<float>(i * i - 300); });
   const std::pair<std::string, std::string> texts[] = {
@@ -268,6 +271,12 @@ inline std::vector<std::shared_ptr<const StateFormat>> described_formats() {
       {forty, block32},
       {list_of(256, [](int i) { return std::sinh(0.02f * static_cast<float>(i - 127)); }), row},
       {"{values: [-31, -8, -1, 0, 1, 8, 31]}", row},
+      {sixteen, block16},
+      {sixteen, none},
+      {"{values: [-8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8]}", block32},
+      {"{values: [-3, -1.25, 0.5, 2, 3.5]}", block16},
+      {"{values: [-5, -3, -1]}", row},
+      {"{values: [-1, -0.5, -0.01, 0, 0.01, 0.5, 1]}", block16},
   };
   std::vector<std::shared_ptr<const StateFormat>> formats;
   for (const auto& [element, scales] : texts) {
