@@ -33,7 +33,8 @@ struct Layout {
                        kRawBeta = kDecay + 4 * kRowRecords, kBeta = kRawBeta + 4 * kRowRecords,
                        kCarried = kBeta + 4 * kRowRecords, kWeights = kCarried + 4 * kRowRecords,
                        kWords = kWeights + 4 * kRowRecords,
-                       kSums = kWords + 4 * 2 * HeadMax::kWords;
+                       kRoles = kWords + 4 * 2 * HeadMax::kWords,
+                       kSums = kRoles + (FlushRoles::kBytes + 15) / 16 * 16;
   int folded, state, raw_keys, raw_query, v, us, share;
 
   __host__ __device__ Layout(int value_dim, int window, int rows, int act_bytes, int u_bytes,
@@ -81,6 +82,7 @@ __global__ void __launch_bounds__(threads_of(kMostRows))
   const Layout at(value_dim, n, rows, sizeof(Act), u_size, p.packed);
   const TileShare share(p.work, shared + at.share);
   const HeadCopy<RunColumns> state = p.roles.copy<RunColumns>(shared + at.state, value_dim);
+  p.roles.prepare(shared + Layout::kRoles, value_dim);
   HeadMax head_max(reinterpret_cast<float*>(shared + Layout::kWords), 0, 1);
   struct Place {
     int row, head;
@@ -301,8 +303,9 @@ __global__ void __launch_bounds__(threads_of(kMostRows))
         if (part == 0 && has_row[r]) to[row[r]] = from_float<Act>(o[r]);
       }
     }
-    p.roles.store<RunColumns>(p.units.rows, p.states, place.row, place.head, layer.value_heads,
-                              value_dim, s, row, part, &head_max, [&] {
+    p.roles.store<RunColumns>(shared + Layout::kRoles, p.units.rows, p.states, place.row,
+                              place.head, layer.value_heads, value_dim, s, row, part, &head_max,
+                              [&] {
                                 if (item + 1 < end) copy_inputs(item + 1);
                               });
   }

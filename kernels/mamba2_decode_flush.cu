@@ -23,7 +23,7 @@ struct Launch {
 
 /// Shared memory in bytes.
 struct Layout {
-  int state, raw_x, raw_b, raw_c, dt, b, c, u, last_x, weights, words, share;
+  int state, raw_x, raw_b, raw_c, dt, b, c, u, last_x, weights, words, roles, share;
 
   __host__ __device__ Layout(int head_dim, int window, int act_bytes, size_t packed) {
     int at = 0;
@@ -43,6 +43,7 @@ struct Layout {
     last_x = take(4 * head_dim);
     weights = take(4 * (window + 1));
     words = take(4 * 2 * HeadMax::kWords);
+    roles = take(FlushRoles::kBytes);
     share = at;
   }
 };
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
   const bool has_row[2] = {row[0] < half, row[1] < head_dim};
   const TileShare share(p.work, shared + at.share);
   const HeadCopy<LaneColumns> state = p.roles.copy<LaneColumns>(shared + at.state, head_dim);
+  p.roles.prepare(shared + at.roles, head_dim);
   HeadMax head_max(reinterpret_cast<float*>(shared + at.words), 0, 1);
   const int64_t x_stride = int64_t{layer.heads} * head_dim,
                 b_stride = int64_t{layer.groups} * kRowColumns;
@@ -191,8 +193,8 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
         }
       }
     }
-    p.roles.store<LaneColumns>(p.rows, p.states, place.row, place.head, layer.heads, head_dim, v,
-                               row, part, &head_max, [&] {
+    p.roles.store<LaneColumns>(shared + at.roles, p.rows, p.states, place.row, place.head,
+                               layer.heads, head_dim, v, row, part, &head_max, [&] {
                                  if (item + 1 < end) copy_inputs(item + 1);
                                });
   }
