@@ -88,11 +88,15 @@ class ShortCodeRow {
 };
 
 // Elements as codes of up to 8 bits: code<kStochastic>(y, word) is the stored code of y, which is
-// no NaN. What row_codec.cuh's elements round to, for the same formats.
+// no NaN. What row_codec.cuh's elements round to, for the same formats. kOfLane: the lanes of a
+// warp hold different ones.
+struct CodesTraits : ElementTraits {
+  static constexpr bool kOfLane = false;
+};
 
 /// FloatElement. Below the smallest normal number c the last bits of |y| + unit count the gaps;
 /// stochastically, max(|y| + c, 2 |y|) has the code in its upper bits.
-struct FloatCodes : ElementTraits {
+struct FloatCodes : CodesTraits {
   uint32_t shift, nearest, odd_code, random_shift, random_factor, raised, most, past, sign;
   int sign_shift;
   float least, unit, twice;
@@ -141,6 +145,7 @@ struct FloatCodes : ElementTraits {
 
 /// FineFloatElement.
 struct FineFloatCodes : FineFloatElement {
+  static constexpr bool kOfLane = false;
   uint32_t shift, raised, most, past_code, sign;
   int sign_shift;
 
@@ -159,7 +164,7 @@ struct FineFloatCodes : FineFloatElement {
 };
 
 /// IntegerElement.
-struct IntegerCodes : ElementTraits {
+struct IntegerCodes : CodesTraits {
   static constexpr bool kTwoSided = true;
   float lowest, highest;
   uint32_t mask;
@@ -185,7 +190,8 @@ struct IntegerCodes : ElementTraits {
 };
 
 /// GridElement.
-struct GridCodes : ElementTraits {
+struct GridCodes : CodesTraits {
+  static constexpr bool kOfLane = true;
   float most, whole;
   uint32_t last;
   float near, far, threshold;  // the lane's
@@ -215,9 +221,9 @@ struct GridCodes : ElementTraits {
 };
 
 /// ValueElement of up to 16 values.
-struct ValueCodes {
+struct ValueCodes : CodesTraits {
   using Values = ValueElement<true>;
-  static constexpr bool kTwoSided = true;
+  static constexpr bool kTwoSided = true, kOfLane = true;
   float root, lower, upper;
   uint32_t last;
   float third, fourth, value;  // the lane's
@@ -253,11 +259,11 @@ struct ValueCodes {
 /// A role of all heads, in shared memory: what of it takes long to find, and its elements' codes as
 /// each lane of a warp has them.
 struct StoreRole {
-  static constexpr int kWords = 14;
+  static constexpr int kWords = 7 * 32;
   Role role;
   bool quick, nibbles;            // whether store_short takes it; whether codes have 4 bits
   int scales, scale_size, outer;  // bytes
-  uint32_t words[kWords][32];
+  uint32_t words[kWords];
 
   /// By a warp.
   __device__ void set(const FormatDescriptor& d, bool stochastic, int head_dim) {
@@ -285,7 +291,7 @@ struct StoreRole {
   __device__ __forceinline__ Codes codes() const {
     Image<Codes> all;
 #pragma unroll
-    for (size_t i = 0; i < sizeof(all) / 4; ++i) all.word[i] = words[i][threadIdx.x & 31];
+    for (size_t i = 0; i < sizeof(all) / 4; ++i) all.word[i] = words[place<Codes>(i)];
     return __builtin_bit_cast(Codes, all);
   }
 
@@ -295,10 +301,15 @@ struct StoreRole {
     uint32_t word[sizeof(Codes) / 4];
   };
   template <class Codes>
+  static __device__ size_t place(size_t i) {
+    return Codes::kOfLane ? 32 * i + (threadIdx.x & 31) : i;
+  }
+  template <class Codes>
   __device__ void keep(const Codes& codes) {
-    static_assert(sizeof(Codes) % 4 == 0 && sizeof(Codes) / 4 <= kWords);
+    static_assert(sizeof(Codes) % 4 == 0 &&
+                  sizeof(Codes) / 4 * (Codes::kOfLane ? 32 : 1) <= kWords);
     const auto all = __builtin_bit_cast(Image<Codes>, codes);
-    for (size_t i = 0; i < sizeof(all) / 4; ++i) words[i][threadIdx.x & 31] = all.word[i];
+    for (size_t i = 0; i < sizeof(all) / 4; ++i) words[place<Codes>(i)] = all.word[i];
   }
 };
 
