@@ -809,3 +809,47 @@ TEST_CASE("gpu: decode steps captured in a graph give the bits of steps one by o
     }
   }
 }
+
+// Codes of up to 8 bits that are made from registers: every kind of element under every kind of
+// scale, rounded both ways, as the recurrence's and as the read's.
+TEST_CASE("gpu: flushes to elements and scales from files have the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  const std::vector<std::string> elements = {
+      "int4",
+      "int8",
+      "{integer: {from: -3, to: 9}}",
+      "{exponent: 3, mantissa: 0}",
+      "{exponent: 2, mantissa: 1, random_bits: 24}",
+      "e5m2",
+      "{values: [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, "
+      "0.0, 0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]}",
+      "{values: [-5, -3, -1, 2]}",
+      "{values: [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]}",
+      "{values: [-31, -30, -28, -20, -16, -15, -8, -4, -1, 0, 1, 4, 8, 15, 16, 20, 28, 30, 31]}"};
+  const std::vector<std::string> scales = {
+      "scale: {format: e4m3, block: 16}\nouter: {span: head}\n",
+      "scale: {format: e8m0, block: 32}\n", "scale: {format: bf16, block: 16}\n",
+      "outer: {span: row}\n", ""};
+  std::mt19937 random(23);
+  for (const std::string& element : elements) {
+    for (const std::string& scale : scales) {
+      const auto format =
+          parse_format("element: " + element + "\n" + scale, "test", ".", "from a file");
+      for (Rounding rounding : {Rounding::nearest_even, Rounding::stochastic}) {
+        for (bool read : {true, false}) {
+          HeadPlan plan = plan_of("fp16+sr", random() % 2 ? 8 : 5);
+          if (read) {
+            plan.read = StateCodec{format, rounding};
+          } else {
+            plan.recurrence = {format, rounding};
+          }
+          INFO(element << " / " << scale << (read ? "read" : "recurrence")
+                       << (rounding == Rounding::stochastic ? ", stochastic" : ", nearest"));
+          const RecordType type = random() % 2 ? RecordType::bf16 : RecordType::fp32;
+          compare_mamba2({2, 1, random() % 2 ? 80 : 24, 128}, plan, type);
+          compare_gdn({1, 2, random() % 2 ? 128 : 40, 128}, plan, type);
+        }
+      }
+    }
+  }
+}
