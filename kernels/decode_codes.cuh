@@ -189,37 +189,6 @@ struct IntegerCodes : CodesTraits {
   }
 };
 
-/// GridElement.
-struct GridCodes : CodesTraits {
-  static constexpr bool kOfLane = true;
-  float most, whole;
-  uint32_t last;
-  float near, far, threshold;  // the lane's
-  uint32_t first;              // the lane's: near's code
-
-  __device__ explicit GridCodes(const FormatDescriptor& d) {
-    const GridElement e(d);
-    most = e.most, whole = e.whole, near = e.near, far = e.far, threshold = e.threshold;
-    first = static_cast<uint32_t>(e.code);
-    last = static_cast<uint32_t>(d.list.count - 1);
-  }
-  template <bool kStochastic>
-  __device__ __forceinline__ uint32_t code(float y, uint32_t word) const {
-    const float a = fminf(fabsf(y), most);
-    const int lane = static_cast<int>(float_bits(__fadd_rz(a, whole)));
-    const auto of_lane = [lane](auto x) { return __shfl_sync(0xFFFFFFFFu, x, lane); };
-    bool up;
-    if constexpr (kStochastic) {
-      const float from = of_lane(near), to = of_lane(far);
-      up = !(block_codec::quotient_past(a - from, to - from, word >> 8) < 0);
-    } else {
-      up = a >= of_lane(threshold);
-    }
-    const uint32_t code = of_lane(first) + (up ? 1u : 0u);
-    return y < 0 ? last - code : code;
-  }
-};
-
 /// ValueElement of up to 16 values.
 struct ValueCodes : CodesTraits {
   using Values = ValueElement<true>;
@@ -248,7 +217,10 @@ struct ValueCodes : CodesTraits {
       const bool from_divider = above != (y < 0);
       const float near = from_divider ? divider : other, far = from_divider ? other : divider;
       index += above ? 1u : 0u;
-      index += block_codec::quotient_past(y - near, far - near, word >> 8) < 0 ? 0u : 1u;
+      index += block_codec::quotient_past(y - near, (far - near) * block_codec::kRandomUnit,
+                                          word >> 8) < 0
+                   ? 0u
+                   : 1u;
     } else {
       index += above ? 1u : 0u;
     }
@@ -279,8 +251,6 @@ struct StoreRole {
       keep(FineFloatCodes(d));
     } else if (role.element == Element::integer) {
       keep(IntegerCodes(d));
-    } else if (role.element == Element::grid_values) {
-      keep(GridCodes(d));
     } else if (role.element == Element::few_values) {
       keep(ValueCodes(d, role.stochastic));
     } else {
@@ -464,8 +434,6 @@ __device__ __forceinline__ bool store_short(const StoreRole& s, const Role& r, c
     outside = either(s.codes<FloatCodes>(), s.nibbles);
   } else if (r.element == Element::integer) {
     outside = either(s.codes<IntegerCodes>(), s.nibbles);
-  } else if (r.element == Element::grid_values) {
-    outside = either(s.codes<GridCodes>(), s.nibbles);
   } else if (r.element == Element::few_values) {
     outside = either(s.codes<ValueCodes>(), true);
   } else {
