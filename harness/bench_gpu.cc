@@ -47,7 +47,8 @@ struct FormatTimes {
   double us[kCount] = {};
 };
 
-FormatTimes time_format(const Shape& shape, const std::shared_ptr<const StateFormat>& format) {
+FormatTimes time_format(const Shape& shape, const std::shared_ptr<const StateFormat>& format,
+                        DenseMode dense) {
   constexpr int kHeads = 32768, kRows = 128;
   const StateShape head{shape.head_dim, shape.state_dim};
   FormatTimes t;
@@ -71,7 +72,7 @@ FormatTimes time_format(const Shape& shape, const std::shared_ptr<const StateFor
   decode.plan.seed = 1;
   decode.rows = kRows;
   decode.only_reads = true;
-  decode.sums_freely = true;
+  decode.sums_freely = dense == DenseMode::fast;
   t.us[5] = 1e6 * time_decode(decode).seconds / kRows;
   decode.only_reads = false;
   t.us[6] = 1e6 * time_decode(decode).seconds / kRows;
@@ -291,11 +292,11 @@ int run_gpu_format_bench(const GpuBenchOptions& options, std::FILE* out) {
     for (const FormatTwin& twin : format_twins()) {
       if (builtin != twin.builtin) {
         builtin = twin.builtin;
-        beside = time_format(shape, find_format(builtin));
+        beside = time_format(shape, find_format(builtin), options.dense);
         print(shape.name, builtin.c_str(), beside, nullptr);
       }
       print(shape.name, ("  " + twin.name + (twin.same ? " (same)" : "")).c_str(),
-            time_format(shape, twin_format(twin)), &beside);
+            time_format(shape, twin_format(twin), options.dense), &beside);
     }
   }
   return 0;

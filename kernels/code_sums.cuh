@@ -1,9 +1,10 @@
 // Rows of 4-bit codes with NVFP4's scales (blocks of 16 columns, E4M3 scales, one FP32 scale) times
 // FP32 vectors, for decoding with `dense: fast`: the codes' numbers are whole multiples of a unit,
 // the vector is cut into four signed digits of base 256 below its largest magnitude, and the tensor
-// cores multiply both as integers. Sums over a block are exact; what is rounded is the vector
-// (2^-31 of its largest magnitude), a block's sum (to FP32) and the sum over blocks, in an order
-// that depends on nothing but the columns.
+// cores multiply both as integers. Sums over a block are exact; what is rounded is the vector (to
+// 2^-30 of its largest magnitude), a block's sum (to FP32) and the sum over blocks, in an order
+// that depends on nothing but the columns, and the numbers of a list that have no common unit
+// (CodeTable).
 #pragma once
 
 #include <cuda_fp8.h>
@@ -28,7 +29,9 @@ struct CodeTable {
   float unit = 1;
 
   /// None where a row of such codes is no row of 4-bit codes with NVFP4's scales, or a number is
-  /// not finite. Numbers of more than four digits are rounded to the last one.
+  /// not finite, or the numbers are too far from 1 for FP32 sums. Numbers that need more than three
+  /// digits are rounded to the last one, 2^-22 of the distance between the largest and the
+  /// smallest; none where that is more than 2^-16 of one.
   static std::optional<CodeTable> of(const StateFormat& format, const PackedLayout& l) {
     const FormatDescriptor& d = format.descriptor;
     if (!has_nvfp4_scales(d, l) || storage_bits(d.code_bits) != 4) return std::nullopt;
@@ -55,7 +58,7 @@ struct CodeTable {
     table.digits = units(exponent) < 128 ? 1 : units(exponent) < 128 * 128 ? 2 : kMostDigits;
     // Rounding both ends away from 0 must not take another bit.
     if (table.digits == kMostDigits && units(exponent) > std::ldexp(1.0, most_bits) - 2) ++exponent;
-    if (exponent < -126 || exponent > 126) return std::nullopt;
+    if (exponent < -60 || exponent > 60) return std::nullopt;
     table.unit = static_cast<float>(std::ldexp(1.0, exponent));
     const int64_t zero = -std::llrint(std::ldexp(low, -exponent));
     const auto digit = [&](int64_t n, int d) {
@@ -64,7 +67,10 @@ struct CodeTable {
     for (int d = 0; d < table.digits; ++d) {
       table.zero[d] = static_cast<int>(digit(zero, d));
       for (uint32_t code = 0; code < 16; ++code) {
-        const int64_t n = zero + std::llrint(std::ldexp(values[code], -exponent));
+        const double units = std::ldexp(values[code], -exponent);
+        if (std::fabs(std::nearbyint(units) - units) > std::ldexp(std::fabs(units), -16))
+          return std::nullopt;
+        const int64_t n = zero + std::llrint(units);
         table.bytes[d][code / 4] |= digit(n, d) << code % 4 * 8;
       }
     }
@@ -72,7 +78,7 @@ struct CodeTable {
   }
 };
 
-/// As a choice of sums beside FloatCodes and FixedPointCodes, which are those of the CPU.
+/// As a choice of sums beside NarrowFloats and NarrowFixedPoint, which are those of the CPU.
 template <int kNumberDigits>
 struct WholeCodes {
   using Element = CodeTable;
@@ -81,8 +87,8 @@ struct WholeCodes {
 
 /// A vector of 16 kN16 numbers in shared memory, as digits: the highest of all columns, then the
 /// others; for every digit d of a code the sums of a block's digits times -zero_d, [d, block, two
-/// pairs of digits], each pair twice; 2^k that belongs to the last digit, NaN where a number was
-/// not finite.
+/// pairs of digits], each pair twice; two factors that the last digit belongs to, NaN where a
+/// number was not finite.
 template <int kN16, int kDigits>
 struct DigitVector {
   static constexpr int kColumns = 16 * kN16, kSumBytes = 32 * kDigits * kN16;
@@ -92,7 +98,7 @@ struct DigitVector {
   std::byte* rest;
 
   __device__ int4* sums() const { return reinterpret_cast<int4*>(rest); }
-  __device__ float* scale() const { return reinterpret_cast<float*>(rest + kSumBytes); }
+  __device__ float2* scale() const { return reinterpret_cast<float2*>(rest + kSumBytes); }
 
   /// By a warp, from FP32 numbers at `digits`. Others see it behind a barrier.
   __device__ void split(const CodeTable& table) const {
@@ -110,12 +116,13 @@ struct DigitVector {
         largest = max(largest, __float_as_uint(e) & 0x7FFFFFFFu);
     }
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-    // Below 2^30 times the last digit.
+    // Below 2^30 times the last digit; powers of two in two factors, since one may be out of range.
     const bool finite = largest < 0x7F800000u;
-    const int power = min(156 - static_cast<int>(largest >> 23), 126);
-    const float factor = finite ? __int_as_float((127 + power) << 23) : 0.0f;
+    const int power = 156 - static_cast<int>(largest >> 23), half = power / 2;
+    const auto two_to = [](int k) { return __int_as_float((127 + k) << 23); };
+    const float nan = __int_as_float(0x7FC00000);
     if (lane == 0)
-      *scale() = finite ? __int_as_float((127 - power) << 23) : __int_as_float(0x7FC00000);
+      *scale() = finite ? make_float2(two_to(-half), two_to(half - power)) : make_float2(nan, nan);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int quad = 32 * i + lane;
@@ -123,7 +130,10 @@ struct DigitVector {
       const float e[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const uint32_t q = finite ? static_cast<uint32_t>(__float2int_rn(e[c] * factor)) : 0u;
+        const uint32_t q =
+            finite
+                ? static_cast<uint32_t>(__float2int_rn(e[c] * two_to(half) * two_to(power - half)))
+                : 0u;
         columns[c] = (q + 0x00808080u) ^ 0x00808080u;  // digits from -128 to 127
       }
       const uint32_t upper01 = __byte_perm(columns[0], columns[1], 0x6273),
@@ -174,11 +184,11 @@ bool read_codes(const StateFormat& format, const PackedLayout& l, bool sums_free
   if (!element) return false;
   switch (element->kind) {
     case NarrowElement::Kind::e2m1:
-      return with.template operator()<FloatCodes<1>>(*element);
+      return with.template operator()<NarrowFloats<1>>(*element);
     case NarrowElement::Kind::e3m0:
-      return with.template operator()<FloatCodes<0>>(*element);
+      return with.template operator()<NarrowFloats<0>>(*element);
     case NarrowElement::Kind::fixed_point:
-      return with.template operator()<FixedPointCodes>(*element);
+      return with.template operator()<NarrowFixedPoint>(*element);
   }
   return false;
 }
@@ -222,10 +232,11 @@ class CodeSums {
     return lane / 4 + 8 * (lane & 3);
   }
 
-  /// Sums of a tile's row `row()` with each vector, without the head's scale. By a whole warp.
+  /// Sums of a tile's row `row()` with each vector; `outer`: the scale of that row's head. By a
+  /// whole warp.
   template <int kVectors>
   __device__ __forceinline__ void totals(const std::byte* codes, const std::byte* scales,
-                                         const Vector (&vectors)[kVectors],
+                                         const Vector (&vectors)[kVectors], float outer,
                                          float (&total)[kVectors]) const {
     const unsigned lane = threadIdx.x & 31u, g = lane >> 2, q = lane & 3u, second = q >> 1;
     const unsigned own_chunk = 16u * nvfp4_chunk<kN16>(g, 0) - g * kRowBytes;
@@ -313,7 +324,8 @@ class CodeSums {
       const float two0 = (keep0 + __shfl_xor_sync(0xFFFFFFFFu, send0, 2)) * weight,
                   two1 = (keep1 + __shfl_xor_sync(0xFFFFFFFFu, send1, 2)) * weight;
       const float all = (odd ? two1 : two0) + __shfl_xor_sync(0xFFFFFFFFu, odd ? two0 : two1, 1);
-      total[v] = all * *vectors[v].scale() * table_.unit;
+      const float2 scale = *vectors[v].scale();
+      total[v] = all * scale.x * (table_.unit * outer) * scale.y;
     }
   }
 

@@ -2,7 +2,7 @@
 // (mamba2_decode_flush.cu, gdn_decode_flush.cu): it is decoded from a copy in shared memory, and
 // after the fold the codes of both roles are stored. Bits and counts are those of row_codec.cuh's
 // decode_rows and round_rows with `store`, without their walk through local memory where codes have
-// at most 8 bits or are FP16 or BF16: such a number becomes its code without being decoded.
+// at most 16 bits: such a number becomes its code without being decoded.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -87,7 +87,7 @@ class ShortCodeRow {
   uint32_t kept_[kRowQuads] = {};
 };
 
-// Elements as codes of up to 8 bits: code<kStochastic>(y, word) is the stored code of y, which is
+// Elements as codes of up to 16 bits: code<kStochastic>(y, word) is the stored code of y, which is
 // no NaN. What row_codec.cuh's elements round to, for the same formats. kOfLane: the lanes of a
 // warp hold different ones.
 struct CodesTraits : ElementTraits {
@@ -233,7 +233,7 @@ struct ValueCodes : CodesTraits {
 struct StoreRole {
   static constexpr int kWords = 7 * 32;
   Role role;
-  bool quick, nibbles;            // whether store_short takes it; whether codes have 4 bits
+  bool quick, nibbles, wide;      // whether store_coded takes it; codes of 4 bits; of 16
   int scales, scale_size, outer;  // bytes
   uint32_t words[kWords];
 
@@ -241,8 +241,9 @@ struct StoreRole {
   __device__ void set(const FormatDescriptor& d, bool stochastic, int head_dim) {
     role = make_role(d, stochastic, {}, nullptr);
     const PackedLayout l = packed_layout(d, head_dim, kRowColumns);
-    quick = l.code_size <= 8;
+    quick = l.code_size <= 16;
     nibbles = l.code_size == 4;
+    wide = l.code_size == 16;
     scales = static_cast<int>(l.scales), outer = static_cast<int>(l.outer);
     scale_size = l.scale_size;
     if (role.element == Element::floating) {
@@ -342,12 +343,13 @@ __device__ __forceinline__ void store_known(const Role& r, const Numbers& n, int
 
 /// Stores the codes of y = x factor, `factor` those of the thread's own halves of 32 columns, and
 /// gives how many y are outside the element's range.
-template <class Columns, bool kStochastic, class Codes>
+template <class Columns, bool kStochastic, bool kWide, class Codes>
 __device__ __forceinline__ uint32_t store_codes(const Codes& number, const Role& r,
                                                 const Numbers& n, bool nibbles,
                                                 const float* factor) {
   uint32_t outside = 0;
   ShortCodeRow<Columns> row(r.packed, n.row, n.part, n.head_dim, nibbles);
+  CodeRow<Columns, 16> wide_row(r, n);
 #pragma unroll
   for (int i = 0; i < kRowQuads; ++i) {
     const float own = of_quad<Columns, 16>(factor, i);
@@ -355,14 +357,18 @@ __device__ __forceinline__ uint32_t store_codes(const Codes& number, const Role&
     if constexpr (kStochastic) words = words_of(r, n, Columns::column(n.part, i));
     float x[4];
     to_array(n.v[i], x);
-    uint32_t codes = 0;
+    uint32_t code[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float y = x[e] * own;
       outside += (Codes::kTwoSided ? y > r.high || y < r.low : fabsf(y) > r.high) ? 1 : 0;
-      codes |= number.template code<kStochastic>(y, words.word[e]) << 8 * e;
+      code[e] = number.template code<kStochastic>(y, words.word[e]);
     }
-    row.put(i, codes);
+    if constexpr (kWide) {
+      wide_row.put(i, code[0] | code[1] << 16, code[2] | code[3] << 16);
+    } else {
+      row.put(i, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24);
+    }
   }
   return outside;
 }
@@ -378,6 +384,7 @@ __device__ __forceinline__ bool store_scales(const StoreRole& s, const Role& r, 
   if (r.block > 0) {
     float quads[kRowQuads], own[2], scale[2];
     uint32_t code[2];
+    bool vanished = false;
 #pragma unroll
     for (int i = 0; i < kRowQuads; ++i) quads[i] = n.quad[i];
     if (r.block == 16) {
@@ -389,17 +396,20 @@ __device__ __forceinline__ bool store_scales(const StoreRole& s, const Role& r, 
     if (r.plain_scale) {
       block_scales<2>(r, own, o, factor, scale);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) code[k] = KnownNumber<kE4m3>::code(scale[k]);
+      for (int k = 0; k < 2; ++k) {
+        code[k] = KnownNumber<kE4m3>::code(scale[k]);
+        vanished = vanished || (scale[k] == 0 && own[k] > 0);
+      }
     } else {
 #pragma unroll 1
       for (int k = 0; k < 2; ++k) {
         const ScaledBlock b = block_scale(*r.d, own[0], o, r.d->candidates[0]);
+        vanished = vanished || (b.scale == 0 && own[0] > 0);
         own[0] = own[1], factor[0] = factor[1], scale[0] = scale[1], code[0] = code[1];
         factor[1] = b.factor, scale[1] = b.scale, code[1] = b.code;
       }
     }
-    if (__any_sync(0xFFFFFFFFu, (scale[0] == 0 && own[0] > 0) || (scale[1] == 0 && own[1] > 0)))
-      return false;
+    if (__any_sync(0xFFFFFFFFu, vanished)) return false;
     if (real) {
       const int size = s.scale_size;
       std::byte* to = r.packed + s.scales + (n.row * kRowColumns + n.part * 32) / r.block * size;
@@ -416,28 +426,35 @@ __device__ __forceinline__ bool store_scales(const StoreRole& s, const Role& r, 
   return true;
 }
 
-/// Elements of up to 8 bits with any scales.
+/// Elements of up to 16 bits with any scales; lists and E2M1 of up to 8.
 template <class Columns>
-__device__ __forceinline__ bool store_short(const StoreRole& s, const Role& r, const Numbers& n,
+__device__ __forceinline__ bool store_coded(const StoreRole& s, const Role& r, const Numbers& n,
                                             ThreadCounts* counts) {
   float factor[2];
   if (!store_scales<Columns>(s, r, n, factor)) return false;
   const auto either = [&](const auto& number, bool nibbles) {
-    return r.stochastic ? store_codes<Columns, true>(number, r, n, nibbles, factor)
-                        : store_codes<Columns, false>(number, r, n, nibbles, factor);
+    return r.stochastic ? store_codes<Columns, true, false>(number, r, n, nibbles, factor)
+                        : store_codes<Columns, false, false>(number, r, n, nibbles, factor);
+  };
+  const auto of_any_size = [&](const auto& number) {
+    if (!s.wide) return either(number, s.nibbles);
+    return r.stochastic ? store_codes<Columns, true, true>(number, r, n, false, factor)
+                        : store_codes<Columns, false, true>(number, r, n, false, factor);
   };
   uint32_t outside = 0;
   if (r.element == Element::e2m1) {
     constexpr FloatFormat e2m1 = kE2m1;
     outside = either(FloatCodes(e2m1, e2m1.random_bits, e2m1.max_code), true);
   } else if (r.element == Element::floating) {
-    outside = either(s.codes<FloatCodes>(), s.nibbles);
+    outside = of_any_size(s.codes<FloatCodes>());
   } else if (r.element == Element::integer) {
-    outside = either(s.codes<IntegerCodes>(), s.nibbles);
+    outside = of_any_size(s.codes<IntegerCodes>());
   } else if (r.element == Element::few_values) {
     outside = either(s.codes<ValueCodes>(), true);
+  } else if (s.wide) {
+    outside = store_codes<Columns, true, true>(s.codes<FineFloatCodes>(), r, n, false, factor);
   } else {
-    outside = store_codes<Columns, true>(s.codes<FineFloatCodes>(), r, n, s.nibbles, factor);
+    outside = store_codes<Columns, true, false>(s.codes<FineFloatCodes>(), r, n, s.nibbles, factor);
   }
   (r.block == 0 && r.span == Span::none ? counts->saturated : counts->clipped) += outside;
   return true;
@@ -475,7 +492,7 @@ __device__ __forceinline__ bool store_common(const row_codec::StoreRole& s,
   } else if (r.element == Element::e4m3) {
     store_known<Columns, kE4m3>(r, n, s.outer, counts);
   } else {
-    return s.quick && store_short<Columns>(s, r, n, counts);
+    return s.quick && store_coded<Columns>(s, r, n, counts);
   }
   return true;
 }

@@ -34,8 +34,9 @@ struct DecodeStates {
   std::byte* read = nullptr;
   size_t read_row_stride = 0, read_head_stride = 0;
   HeadHealth* health = nullptr;
-  /// Reads of 4-bit codes with NVFP4's scales may sum in any order (`dense: fast`): as exact as
-  /// FP32 sums, but of other bits than the CPU's (kernels/code_sums.cuh).
+  /// Reads of 4-bit codes with NVFP4's scales may sum otherwise than the CPU (`dense: fast`), with
+  /// errors of 2^-23 of the largest products (kernels/code_sums.cuh; values of a list that have no
+  /// common unit count to 2^-22 of its range).
   bool sums_freely = false;
   bool streamed = false;  // by the kernels for many checkpoints however few they are (tests)
 };

@@ -181,7 +181,10 @@ bool gdn_decode_few(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
   const GdnUnitLayout at(n, plan.window, heads, bf16 ? 2 : 4);
   const size_t shared = static_cast<size_t>(
       FewLayout(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4, at.end).end);
-  if (states.streamed || bytes > kFewGdnBytes || shared > block_shared_limit()) return false;
+  if (states.streamed || bytes > kFewGdnBytes || shared > block_shared_limit() ||
+      layer.value_dim % kTileRows != 0) {
+    return false;
+  }
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
   allow_shared(kernel, shared);
   const Launch launch{

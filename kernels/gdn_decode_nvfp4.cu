@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     using Team = decltype(team);
     for (int h = Team::rank(); h < heads; h += Team::size()) {
       copy_word(place + at.scale + 4 * h,
-                p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
+                p.read + uint64_t{static_cast<unsigned>(unit.row)} * p.row_stride +
+                    uint64_t{static_cast<unsigned>(unit.head0 + h)} * p.head_stride + p.outer);
     }
   };
   const auto digits = [&](int run, int v) {
@@ -190,9 +191,9 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       if constexpr (kWhole) {
         const typename Sums::Vector vectors[2] = {digits(run, 0), digits(run, 1)};
         float totals[2];
-        Sums(p.element, of_sums).totals(packed, packed + kCodeBytes, vectors, totals);
-        with_key = totals[0] * outer;
-        with_query = totals[1] * outer;
+        Sums(p.element, of_sums).totals(packed, packed + kCodeBytes, vectors, outer, totals);
+        with_key = totals[0];
+        with_query = totals[1];
       } else {
         ordered_sums<kN16, Codes>(p.element, packed, packed + kCodeBytes, key, query, outer,
                                   &with_key, &with_query);

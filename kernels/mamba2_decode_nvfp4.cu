@@ -37,7 +37,7 @@ struct TileSource {
                             kScaleBytes = kTileRows * kN16;
   const Launch& p;
   std::byte* ring;
-  int place_size, group = 0, t = 0;
+  int place_size, t = 0;
   // Of a run: the row's first head, the row's x and its first record's.
   const std::byte* packed = nullptr;
   const Act *token = nullptr, *records = nullptr;
@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     const Unit unit(p.units, run);
     for (int h = Team::rank(); h < heads; h += Team::size()) {
       copy_word(place + at.scale + 4 * h,
-                p.read + unit.row * p.row_stride + (unit.head0 + h) * p.head_stride + p.outer);
+                p.read + uint64_t{static_cast<unsigned>(unit.row)} * p.row_stride +
+                    uint64_t{static_cast<unsigned>(unit.head0 + h)} * p.head_stride + p.outer);
     }
     unit.template prepare<Team>(at, unit.t + 1 < window, false, place, dots);
   };
@@ -223,8 +224,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       if constexpr (kWhole) {
         float totals[1];
         const typename Sums::Vector c[1] = {digits_of_c(run_index)};
-        Sums(p.element, of_sums).totals(packed, packed + kCodeBytes, c, totals);
-        total = totals[0] * outer;
+        Sums(p.element, of_sums).totals(packed, packed + kCodeBytes, c, outer, totals);
+        total = totals[0];
       } else {
         total = ordered_sum<kN16, Codes>(p.element, packed, packed + kCodeBytes, cs, outer);
       }
@@ -277,8 +278,8 @@ bool start(const typename Codes::Element& element, const Mamba2Layer& layer, con
               plan.read ? states.read : states.recurrence,
               static_cast<uint32_t>(plan.read ? states.read_row_stride : states.row_stride),
               static_cast<uint32_t>(plan.read ? states.read_head_stride : states.head_stride),
-              l.scales,
-              l.outer,
+              static_cast<uint32_t>(l.scales),
+              static_cast<uint32_t>(l.outer),
               element,
               Divisor(head_runs)};
           kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),

@@ -104,12 +104,12 @@ struct NarrowElement {
 
 /// Codes of a sign and three bits, kMantissa of them the mantissa's.
 template <int kMantissa>
-struct FloatCodes {
+struct NarrowFloats {
   using Element = NarrowElement;
   static constexpr int kDigits = 0;
   using Scale = __half2;  // 2^7 of a block's
 
-  __device__ explicit FloatCodes(const NarrowElement&) {}
+  __device__ explicit NarrowFloats(const NarrowElement&) {}
   /// Column of number i of `widen`.
   static __host__ __device__ constexpr int column(int i) { return i / 2 + i % 2 * 4; }
   __device__ __forceinline__ Scale scale(uint32_t scales, int i) const {
@@ -145,7 +145,7 @@ __device__ __forceinline__ uint32_t four_of_eight(uint32_t low, uint32_t high, u
 
 /// Codes of any numbers in fixed point: a byte behind the upper bits of 1024 is an FP16 number from
 /// which 1088 is taken in the product with the scale.
-struct FixedPointCodes {
+struct NarrowFixedPoint {
   using Element = NarrowElement;
   static constexpr int kDigits = 0;
   struct Scale {
@@ -154,7 +154,7 @@ struct FixedPointCodes {
   uint32_t bytes[4];
   __half2 power;
 
-  __device__ explicit FixedPointCodes(const NarrowElement& element)
+  __device__ explicit NarrowFixedPoint(const NarrowElement& element)
       : bytes{element.bytes[0], element.bytes[1], element.bytes[2], element.bytes[3]},
         power(__float2half2_rn(element.scale_power)) {}
   static __host__ __device__ constexpr int column(int i) { return i; }

@@ -555,7 +555,8 @@ TEST_CASE("gpu: gdn decode of few FP32 checkpoints has the bits of the chunk ker
   if (!gpu() || !host_has_fma()) return;
   int rows = 1;
   for (GdnSizes sizes : {GdnSizes{2, 4, 128, 128}, GdnSizes{3, 3, 32, 64}, GdnSizes{1, 3, 96, 256},
-                         GdnSizes{1, 8, 64, 128}, GdnSizes{2, 2, 256, 64}}) {
+                         GdnSizes{1, 8, 64, 128}, GdnSizes{2, 2, 256, 64}, GdnSizes{1, 2, 48, 128},
+                         GdnSizes{1, 1, 16, 64}}) {
     for (int window : {1, 2, 5, 16, 17, 31, 32, 33}) {
       for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
         for (RecordType ring_u : {RecordType::bf16, RecordType::fp32}) {
@@ -590,8 +591,8 @@ TEST_CASE("gpu: mamba2 decode of many FP32 checkpoints has the bits of the chunk
 
 TEST_CASE("gpu: gdn decode of many FP32 checkpoints has the bits of the chunk kernels") {
   if (!gpu() || !host_has_fma()) return;
-  for (GdnSizes sizes :
-       {GdnSizes{8, 16, 128, 128}, GdnSizes{4, 12, 96, 64}, GdnSizes{2, 4, 128, 256}}) {
+  for (GdnSizes sizes : {GdnSizes{8, 16, 128, 128}, GdnSizes{4, 12, 96, 64},
+                         GdnSizes{2, 4, 128, 256}, GdnSizes{4, 8, 48, 128}}) {
     for (int window : {1, 7, 16}) {
       for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
         INFO("[" << sizes.value_dim << ", " << sizes.key_dim << "], L " << window);
