@@ -493,8 +493,15 @@ int run_device_job_bench(const BenchOptions& options) {
     const int64_t left = options.tokens - job.position();
     if (options.single && middle > kChunk && job.position() == middle) {
       const double before = job.times().total;
-      for (int64_t t = 0; t < kSingle; ++t) job.step(1);
-      single = job.times().total - before;
+      for (int64_t t = 1; t <= kSingle; ++t) {
+        job.step(1);
+        single = job.times().total - before;
+        if (t % 256 > 0) continue;
+        std::printf("  %lld of %lld single tokens: %.1f x the time of as many in chunks\n",
+                    static_cast<long long>(t), static_cast<long long>(kSingle),
+                    single / beside * static_cast<double>(kSingle) / static_cast<double>(t));
+        std::fflush(stdout);
+      }
       break;
     }
     const double before = job.times().total;
