@@ -424,6 +424,20 @@ void allow_shared(Kernel kernel, size_t bytes) {
   allowed.push_back({key, bytes});
 }
 
+/// Starts `kernel` for the rows of a step, as many at a time as a launch takes, with
+/// arguments(work).
+template <class Kernel, class Arguments>
+void start_tiles(const TileLaunch& use, Kernel kernel, const DecodeRows& rows, int window,
+                 bool skip_flush, int row_units, int tiles, CudaStream stream,
+                 Arguments&& arguments) {
+  allow_shared(kernel, use.shared);
+  TileWork::each(rows, window, skip_flush, use.turns, row_units, tiles, [&](const TileWork& work) {
+    kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
+             use.shared, stream>>>(arguments(work));
+    CUDA_CHECK(cudaGetLastError());
+  });
+}
+
 /// Plain FP32 checkpoints that serve both roles, outputs of a flush from the folded state, FP32
 /// products. False where the kernel does not take the sizes; arguments are checked.
 bool mamba2_decode_fp32(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,

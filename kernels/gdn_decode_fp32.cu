@@ -242,22 +242,17 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
   if (use.warps == 0) return false;
   const Kernel kernel =
       step.activation == RecordType::bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
-  allow_shared(kernel, use.shared);
-  TileWork::each(
-      rows, plan.window, false, use.turns, layer.key_heads, heads * head_tiles,
-      [&](const TileWork& work) {
-        const Launch launch{
-            {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
-             plan.ring_u, plan.beta, plan.window, Divisor(heads)},
-            work,
-            states,
-            static_cast<uint32_t>(states.row_stride),
-            static_cast<uint32_t>(states.head_stride),
-            Divisor(head_tiles)};
-        kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
-                 use.shared, stream>>>(launch);
-        CUDA_CHECK(cudaGetLastError());
-      });
+  start_tiles(use, kernel, rows, plan.window, false, layer.key_heads, heads * head_tiles, stream,
+              [&](const TileWork& work) {
+                return Launch{
+                    {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
+                     plan.ring_u, plan.beta, plan.window, Divisor(heads)},
+                    work,
+                    states,
+                    static_cast<uint32_t>(states.row_stride),
+                    static_cast<uint32_t>(states.head_stride),
+                    Divisor(head_tiles)};
+              });
   return true;
 }
 

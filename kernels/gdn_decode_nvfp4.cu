@@ -248,11 +248,10 @@ bool start(const typename Codes::Element& element, const GdnLayer& layer, const 
     if (use.warps == 0) return false;
     const auto kernel =
         bf16 ? read_nvfp4<__nv_bfloat16, kN16, Codes> : read_nvfp4<float, kN16, Codes>;
-    allow_shared(kernel, use.shared);
-    TileWork::each(
-        rows, plan.window, skip_flush, use.turns, layer.key_heads, heads * head_tiles,
+    start_tiles(
+        use, kernel, rows, plan.window, skip_flush, layer.key_heads, heads * head_tiles, stream,
         [&](const TileWork& work) {
-          const Launch<Codes> launch{
+          return Launch<Codes>{
               {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
                plan.ring_u, plan.beta, plan.window, Divisor(heads)},
               work,
@@ -263,9 +262,6 @@ bool start(const typename Codes::Element& element, const GdnLayer& layer, const 
               static_cast<uint32_t>(l.outer),
               element,
               Divisor(head_tiles)};
-          kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
-                   use.shared, stream>>>(launch);
-          CUDA_CHECK(cudaGetLastError());
         });
     return true;
   };

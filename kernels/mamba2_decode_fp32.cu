@@ -277,19 +277,15 @@ bool mamba2_decode_fp32(const Mamba2Layer& layer, const HeadPlan& plan, const De
   }
   if (use.warps == 0) return false;
   const Kernel kernel = bf16 ? kernel_of<__nv_bfloat16>(n) : kernel_of<float>(n);
-  allow_shared(kernel, use.shared);
-  TileWork::each(
-      rows, plan.window, false, use.turns, layer.heads / unit_heads, unit_heads * head_tiles,
-      [&](const TileWork& work) {
-        const Launch launch{
+  start_tiles(
+      use, kernel, rows, plan.window, false, layer.heads / unit_heads, unit_heads * head_tiles,
+      stream, [&](const TileWork& work) {
+        return Launch{
             {layer, rows, step, plan.window, Divisor(unit_heads), Divisor(group_heads)},
             work,
             states,
             Divisor(head_tiles),
             static_cast<int64_t>(states.head_stride) - int64_t{head_tiles} * kTileRows * n * 4};
-        kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
-                 use.shared, stream>>>(launch);
-        CUDA_CHECK(cudaGetLastError());
       });
   return true;
 }

@@ -269,10 +269,10 @@ bool start(const typename Codes::Element& element, const Mamba2Layer& layer, con
     if (use.warps == 0) return false;
     const auto kernel =
         bf16 ? read_nvfp4<__nv_bfloat16, kN16, Codes> : read_nvfp4<float, kN16, Codes>;
-    allow_shared(kernel, use.shared);
-    TileWork::each(
-        rows, plan.window, skip_flush, use.turns, layer.groups, tiles, [&](const TileWork& work) {
-          const Launch<Codes> launch{
+    start_tiles(
+        use, kernel, rows, plan.window, skip_flush, layer.groups, tiles, stream,
+        [&](const TileWork& work) {
+          return Launch<Codes>{
               {layer, rows, step, plan.window, Divisor(heads), Divisor(heads)},
               work,
               plan.read ? states.read : states.recurrence,
@@ -282,9 +282,6 @@ bool start(const typename Codes::Element& element, const Mamba2Layer& layer, con
               static_cast<uint32_t>(l.outer),
               element,
               Divisor(head_runs)};
-          kernel<<<static_cast<unsigned>(use.blocks), static_cast<unsigned>(32 * (use.warps + 1)),
-                   use.shared, stream>>>(launch);
-          CUDA_CHECK(cudaGetLastError());
         });
     return true;
   };
