@@ -623,9 +623,8 @@ const KeyRule kKeys[] = {
        return std::string(e.compute == ComputeType::fp32 ? "fp32" : "bf16");
      }},
     {{"dense", "invariant | fast", "invariant",
-      "products and attention bit-equal for any chunk, set of states and device, or as fast as "
-      "they "
-      "go; device cuda: fast unless given",
+      "products, attention and sums over 4-bit states bit-equal for any chunk, set of states and "
+      "device, or as fast as they go; device cuda: fast unless given",
       "all", false, true},
      [](Experiment& e, const Entry& entry) {
        e.dense = read_choice<DenseMode>(
