@@ -14,6 +14,7 @@
 #include <climits>
 #include <cmath>
 #include <optional>
+#include <type_traits>
 
 #include "kernels/decode_tiles.cuh"
 #include "kernels/nvfp4.cuh"
@@ -164,6 +165,40 @@ struct DigitVector {
     }
   }
 };
+
+/// The packed heads that a plan's steps read, and where a head's scales and its own scale lie.
+struct ReadHeads {
+  const std::byte* first;
+  uint32_t row_stride, head_stride, scales, outer;
+
+  ReadHeads(const HeadPlan& plan, const DecodeStates& states, const PackedLayout& l)
+      : first(plan.read ? states.read : states.recurrence),
+        row_stride(static_cast<uint32_t>(plan.read ? states.read_row_stride : states.row_stride)),
+        head_stride(
+            static_cast<uint32_t>(plan.read ? states.read_head_stride : states.head_stride)),
+        scales(static_cast<uint32_t>(l.scales)),
+        outer(static_cast<uint32_t>(l.outer)) {}
+  __device__ const std::byte* head(unsigned row, unsigned head) const {
+    return first + uint64_t{row} * row_stride + uint64_t{head} * head_stride;
+  }
+  /// Begins to copy the scales of the heads from `head0` on, by all threads of a team.
+  template <class Team>
+  __device__ void copy_scales(int row, int head0, int heads, std::byte* to) const {
+    for (int h = Team::rank(); h < heads; h += Team::size())
+      copy_word(to + 4 * h, head(row, head0 + h) + outer);
+  }
+};
+inline const StateFormat& read_format(const HeadPlan& plan) {
+  return *(plan.read ? *plan.read : plan.recurrence).format;
+}
+
+/// Calls with(blocks of 16 columns), a constant: 4, 8 or 16.
+template <class With>
+bool with_blocks(int columns, With&& with) {
+  return columns == 128  ? with(std::integral_constant<int, 8>())
+         : columns == 64 ? with(std::integral_constant<int, 4>())
+                         : with(std::integral_constant<int, 16>());
+}
 
 /// Calls start(codes, element) with the way to sum that a format of 4-bit codes with NVFP4's scales
 /// is read by, a null pointer of its type, and its element. False, without a call, where there is

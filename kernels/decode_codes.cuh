@@ -284,6 +284,15 @@ struct StoreRole {
   }
 };
 
+/// The outer scale of a row or, by its first row, of a head.
+__device__ __forceinline__ void store_outer(const Role& r, const Numbers& n, int outer,
+                                            float scale) {
+  if (n.part == 0 && n.row < n.head_dim &&
+      (r.span == Span::row || (r.span == Span::head && n.row == 0))) {
+    reinterpret_cast<float*>(r.packed + outer)[r.span == Span::row ? n.row : 0] = scale;
+  }
+}
+
 /// Rounds finite numbers without blocks and stores their codes and scale.
 template <class Columns, FloatFormat kFormat, bool kStochastic>
 __device__ __forceinline__ void store_known(const Role& r, const Numbers& n, int outer,
@@ -300,10 +309,7 @@ __device__ __forceinline__ void store_known(const Role& r, const Numbers& n, int
     }
     (r.span == Span::none ? counts->saturated : counts->clipped) += outside;
   }
-  if (n.part == 0 && n.row < n.head_dim &&
-      (r.span == Span::row || (r.span == Span::head && n.row == 0))) {
-    reinterpret_cast<float*>(r.packed + outer)[r.span == Span::row ? n.row : 0] = o.decode;
-  }
+  store_outer(r, n, outer, o.decode);
   const KnownElement<kFormat> number;
   CodeRow<Columns, kBits> codes(r, n);
 #pragma unroll
@@ -380,7 +386,6 @@ __device__ __forceinline__ bool store_scales(const StoreRole& s, const Role& r, 
                                              float* factor) {
   const OuterScale o = row_outer(r, n);
   factor[0] = factor[1] = o.encode;
-  const bool real = n.row < n.head_dim;
   if (r.block > 0) {
     float quads[kRowQuads], own[2], scale[2];
     uint32_t code[2];
@@ -410,7 +415,7 @@ __device__ __forceinline__ bool store_scales(const StoreRole& s, const Role& r, 
       }
     }
     if (__any_sync(0xFFFFFFFFu, vanished)) return false;
-    if (real) {
+    if (n.row < n.head_dim) {
       const int size = s.scale_size;
       std::byte* to = r.packed + s.scales + (n.row * kRowColumns + n.part * 32) / r.block * size;
       if (size == 1 && r.block == 16) {
@@ -421,8 +426,7 @@ __device__ __forceinline__ bool store_scales(const StoreRole& s, const Role& r, 
       }
     }
   }
-  if (real && n.part == 0 && (r.span == Span::row || (r.span == Span::head && n.row == 0)))
-    reinterpret_cast<float*>(r.packed + s.outer)[r.span == Span::row ? n.row : 0] = o.decode;
+  store_outer(r, n, s.outer, o.decode);
   return true;
 }
 

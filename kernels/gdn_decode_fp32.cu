@@ -18,7 +18,6 @@ struct Launch {
   GdnUnits units;
   TileWork work;
   DecodeStates states;
-  uint32_t row_stride, head_stride;  // of the recurrence
   Divisor head_tiles;
 };
 
@@ -73,9 +72,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     const Unit unit(p.units, run);
     const unsigned h = tile / p.head_tiles, head = unit.head0 + h,
                    in_head = tile - static_cast<int>(h) * p.head_tiles, thread = threadIdx.x & 31u;
-    const std::byte* from = p.states.recurrence +
-                            uint64_t{static_cast<unsigned>(run.row)} * p.row_stride +
-                            uint64_t{head} * p.head_stride + in_head * kStateBytes + 16 * thread;
+    const std::byte* from = p.states.recurrence + run.row * p.states.row_stride +
+                            head * p.states.head_stride + in_head * kStateBytes + 16 * thread;
     std::byte* to = ring + place * place_size;
 #pragma unroll
     for (unsigned m = 0; m < kStateBytes / 512; ++m) {
@@ -104,12 +102,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {
     const Unit unit(p.units, walk.runs.now);
     const int row = unit.row, head0 = unit.head0, t = unit.t, last = walk.runs.now.last;
-    const unsigned width = static_cast<unsigned>(layer.value_heads * value_dim);
-    Act* o_row = static_cast<Act*>(p.units.step.o) + uint64_t{static_cast<unsigned>(row)} * width +
-                 head0 * value_dim;
-    const int64_t appended =
-        static_cast<int64_t>(uint64_t{static_cast<unsigned>(row * window + t)} * width) +
-        head0 * value_dim;
+    Act* o_row = static_cast<Act*>(p.units.step.o) + unit.value_of(row);
+    const int64_t appended = unit.value_of(unit.slot(t));
     const bool flush = t + 1 == window;
     const std::byte* of_unit = shared + (run & 1) * at.unit;
     const float* own_key = reinterpret_cast<const float*>(of_unit + at.key);
@@ -249,8 +243,6 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
                      plan.ring_u, plan.beta, plan.window, Divisor(heads)},
                     work,
                     states,
-                    static_cast<uint32_t>(states.row_stride),
-                    static_cast<uint32_t>(states.head_stride),
                     Divisor(head_tiles)};
               });
   return true;

@@ -19,8 +19,7 @@ template <class Codes>
 struct Launch {
   GdnUnits units;
   TileWork work;
-  const std::byte* read;
-  uint32_t row_stride, head_stride, scales, outer;
+  ReadHeads read;
   typename Codes::Element element;
   Divisor head_tiles;
 };
@@ -37,35 +36,14 @@ __device__ __forceinline__ void ordered_sums(const NarrowElement& element, const
                                              const std::byte* scale_codes, const float* key,
                                              const float* query, float outer, float* with_key,
                                              float* with_query) {
-  const int lane = threadIdx.x & 31;
-  const uint32_t unit_matrix = unit_part();
-  const Codes codec(element);
-  const float factor = element.power * outer;
   float a = 0.0f, b = 0.0f;
-  bool nan = false;
-#pragma unroll
-  for (int m = 0; m < kN16; m += 4) {
-    const uint32_t scales = *reinterpret_cast<const uint32_t*>(scale_codes + lane * kN16 + m);
-    nan = nan || nan_scale(scales);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint2 both = *reinterpret_cast<const uint2*>(
-          codes + 16 * nvfp4_chunk<kN16>(lane, (m + k) / 2) + k % 2 * 8);
-      const typename Codes::Scale scale = codec.scale(scales, k);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float widened[8], s[8];
-        codec.widen(half == 0 ? both.x : both.y, scale, unit_matrix, widened);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) s[Codes::column(i)] = widened[i] * factor;
-        const int n = 16 * (m + k) + 8 * half;
+  const bool nan =
+      each_eight<kN16, Codes>(element, codes, scale_codes, outer, [&](int n, const float(&s)[8]) {
         const float4 low = make_float4(s[0], s[1], s[2], s[3]),
                      high = make_float4(s[4], s[5], s[6], s[7]);
         a = chain(load4(key + n + 4), high, chain(load4(key + n), low, a));
         b = chain(load4(query + n + 4), high, chain(load4(query + n), low, b));
-      }
-    }
-  }
+      });
   *with_key = nan ? __int_as_float(0x7FC00000) : a;
   *with_query = nan ? __int_as_float(0x7FC00000) : b;
 }
@@ -100,12 +78,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   walk.move();
   if (!walk.runs.now.real()) return;
   const auto scales = [&](auto team, const Unit& unit, std::byte* place) {
-    using Team = decltype(team);
-    for (int h = Team::rank(); h < heads; h += Team::size()) {
-      copy_word(place + at.scale + 4 * h,
-                p.read + uint64_t{static_cast<unsigned>(unit.row)} * p.row_stride +
-                    uint64_t{static_cast<unsigned>(unit.head0 + h)} * p.head_stride + p.outer);
-    }
+    p.read.template copy_scales<decltype(team)>(unit.row, unit.head0, heads, place + at.scale);
   };
   const auto digits = [&](int run, int v) {
     return Layout::vector(of_sums, shared + (run & 1) * at.unit + (v == 0 ? at.key : at.query), run,
@@ -137,8 +110,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     const Unit unit(p.units, run);
     const int h = tile / p.head_tiles, head = unit.head0 + h,
               row = (tile - h * p.head_tiles) * kTileRows;
-    const std::byte* from = p.read + uint64_t{static_cast<unsigned>(unit.row)} * p.row_stride +
-                            uint64_t{static_cast<unsigned>(head)} * p.head_stride;
+    const std::byte* from = p.read.head(unit.row, head);
     std::byte* to = ring + place * place_size;
     constexpr unsigned kChunks = kN16 / 2;
     const unsigned thread = threadIdx.x & 31u;
@@ -151,7 +123,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     }
 #pragma unroll
     for (unsigned i = thread; i < kScaleBytes / 16; i += 32)
-      copy_async(to + kCodeBytes + 16 * i, from + p.scales + row * kN16 + 16 * i);
+      copy_async(to + kCodeBytes + 16 * i, from + p.read.scales + row * kN16 + 16 * i);
     const int64_t first = int64_t{head} * value_dim + row;
     unit.template copy_v<kTileRows>(first, to + kCodeBytes + kScaleBytes);
     unit.template copy_corrections<kTileRows>(first, to + kCodeBytes + kScaleBytes + kVBytes);
@@ -172,12 +144,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     const std::byte* of_unit = shared + (run & 1) * at.unit;
     const float* key = reinterpret_cast<const float*>(of_unit + at.key);
     const float* query = reinterpret_cast<const float*>(of_unit + at.query);
-    const unsigned width = static_cast<unsigned>(layer.value_heads * value_dim);
-    Act* o_row = static_cast<Act*>(p.units.step.o) +
-                 uint64_t{static_cast<unsigned>(unit.row)} * width + unit.head0 * value_dim;
-    const int64_t appended =
-        static_cast<int64_t>(uint64_t{static_cast<unsigned>(unit.row * window + t)} * width) +
-        unit.head0 * value_dim;
+    Act* o_row = static_cast<Act*>(p.units.step.o) + unit.value_of(unit.row);
+    const int64_t appended = unit.value_of(unit.slot(t));
     prepared.wait_filled(run);
     for (; walk.tile < last; walk.tile += warps) {
       copies.wait();
@@ -230,14 +198,13 @@ template <class Codes>
 bool start(const typename Codes::Element& element, const GdnLayer& layer, const HeadPlan& plan,
            const DecodeRows& rows, const DecodeStates& states, const GdnDecodeStep& step,
            CudaStream stream) {
-  const auto with = [&]<int kN16>(std::integral_constant<int, kN16>) {
+  return with_blocks(layer.key_dim, [&]<int kN16>(std::integral_constant<int, kN16>) {
     const bool bf16 = step.activation == RecordType::bf16,
                skip_flush = plan.flush_output == FlushOutput::recurrence;
-    const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
     const int n = layer.key_dim, heads = layer.value_heads / layer.key_heads,
               head_tiles = layer.value_dim / kTileRows, most = std::min(rows.rows, kMostTileRows),
               act_bytes = bf16 ? 2 : 4;
-    const PackedLayout l = packed_layout(format.descriptor, layer.value_dim, n);
+    const PackedLayout l = packed_layout(read_format(plan).descriptor, layer.value_dim, n);
     const GdnUnitLayout at(n, plan.window, heads, act_bytes);
     const int place =
         place_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4, act_bytes);
@@ -248,39 +215,31 @@ bool start(const typename Codes::Element& element, const GdnLayer& layer, const 
     if (use.warps == 0) return false;
     const auto kernel =
         bf16 ? read_nvfp4<__nv_bfloat16, kN16, Codes> : read_nvfp4<float, kN16, Codes>;
-    start_tiles(
-        use, kernel, rows, plan.window, skip_flush, layer.key_heads, heads * head_tiles, stream,
-        [&](const TileWork& work) {
-          return Launch<Codes>{
-              {layer, rows, step, static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
-               plan.ring_u, plan.beta, plan.window, Divisor(heads)},
-              work,
-              plan.read ? states.read : states.recurrence,
-              static_cast<uint32_t>(plan.read ? states.read_row_stride : states.row_stride),
-              static_cast<uint32_t>(plan.read ? states.read_head_stride : states.head_stride),
-              static_cast<uint32_t>(l.scales),
-              static_cast<uint32_t>(l.outer),
-              element,
-              Divisor(head_tiles)};
-        });
+    start_tiles(use, kernel, rows, plan.window, skip_flush, layer.key_heads, heads * head_tiles,
+                stream, [&](const TileWork& work) {
+                  return Launch<Codes>{{layer, rows, step,
+                                        static_cast<float>(1.0 / std::sqrt(static_cast<double>(n))),
+                                        plan.ring_u, plan.beta, plan.window, Divisor(heads)},
+                                       work,
+                                       ReadHeads(plan, states, l),
+                                       element,
+                                       Divisor(head_tiles)};
+                });
     return true;
-  };
-  return layer.key_dim == 128  ? with(std::integral_constant<int, 8>())
-         : layer.key_dim == 64 ? with(std::integral_constant<int, 4>())
-                               : with(std::integral_constant<int, 16>());
+  });
 }
 
 }  // namespace
 
 bool gdn_reads_freely(const GdnLayer& layer, const HeadPlan& plan, const DecodeStates& states) {
-  const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
+  const StateFormat& format = read_format(plan);
   const PackedLayout l = packed_layout(format.descriptor, layer.value_dim, layer.key_dim);
   return states.sums_freely && CodeTable::of(format, l);
 }
 
 bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                     const DecodeStates& states, const GdnDecodeStep& step, CudaStream stream) {
-  const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
+  const StateFormat& format = read_format(plan);
   const int n = layer.key_dim;
   const PackedLayout l = packed_layout(format.descriptor, layer.value_dim, n);
   if ((n != 64 && n != 128 && n != 256) || l.scales % 16 != 0 || layer.value_dim % kTileRows != 0 ||

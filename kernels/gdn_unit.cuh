@@ -65,6 +65,11 @@ struct GdnUnit {
   __device__ int64_t k_stride() const { return int64_t{p.layer.key_heads} * kKeyDim; }
   __device__ int64_t v_stride() const { return int64_t{p.layer.value_heads} * p.layer.value_dim; }
   __device__ int64_t slot(int j) const { return int64_t{row} * p.window + j; }
+  /// First value of the unit's heads in entry `index` of arrays such as v, o (rows) or the ring's v
+  /// and u (slots).
+  __device__ int64_t value_of(int64_t index) const {
+    return index * v_stride() + head0 * p.layer.value_dim;
+  }
 
   /// Begins to copy raw keys and query, decays and beta.
   template <class Team>

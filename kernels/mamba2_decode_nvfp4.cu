@@ -18,8 +18,7 @@ template <class Codes>
 struct Launch {
   Mamba2Units units;
   TileWork work;
-  const std::byte* read;
-  uint32_t row_stride, head_stride, scales, outer;
+  ReadHeads read;
   typename Codes::Element element;
   Divisor head_runs;
 };
@@ -51,7 +50,7 @@ struct TileSource {
     const unsigned heads = p.units.unit_heads, row = static_cast<unsigned>(run.row);
     const unsigned first = run.part * heads * p.units.layer.head_dim;
     t = run.t;
-    packed = p.read + uint64_t{row} * p.row_stride + uint64_t{run.part * heads} * p.head_stride;
+    packed = p.read.head(row, run.part * heads);
     token = static_cast<const Act*>(p.units.step.x) + uint64_t{row} * width() + first;
     records = static_cast<const Act*>(p.units.step.ring_x) +
               uint64_t{row * p.units.window} * width() + first;
@@ -61,7 +60,7 @@ struct TileSource {
     const int run = min(tile * kRuns + static_cast<int>(own),
                         static_cast<int>(p.units.unit_heads) * p.head_runs - 1);
     const unsigned h = run / p.head_runs, row = (run - h * p.head_runs) * kRunRows;
-    const std::byte* from = packed + uint64_t{h} * p.head_stride;
+    const std::byte* from = packed + uint64_t{h} * p.read.head_stride;
     std::byte* to = ring + place * place_size;
     // nvfp4_chunk of chunk nth + 8 i of the eight rows.
     const std::byte* codes = from + (row * kChunks + nth) * 16;
@@ -71,7 +70,7 @@ struct TileSource {
       copy_async(codes_to + (16 * nth ^ 16 * i) + 128 * i, codes + 128 * i);
     if (nth < kChunks) {
       copy_async(to + kCodeBytes + own * (kRunRows * kN16) + 16 * nth,
-                 from + p.scales + row * kN16 + 16 * nth);
+                 from + p.read.scales + row * kN16 + 16 * nth);
     }
     constexpr unsigned kXChunks = kRunRows * sizeof(Act) / 16, kStep = 32 / kRuns / kXChunks;
     const unsigned part = nth % kXChunks * (16 / sizeof(Act)), stride = width();
@@ -94,38 +93,17 @@ template <int kN16, class Codes>
 __device__ __forceinline__ float ordered_sum(const NarrowElement& element, const std::byte* codes,
                                              const std::byte* scale_codes, const float* cs,
                                              float outer) {
-  const int lane = threadIdx.x & 31;
-  const uint32_t unit_matrix = unit_part();
-  const Codes codec(element);
-  const float factor = element.power * outer;
-  float sum[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) sum[i] = 0.0f;
-  bool nan = false;
-#pragma unroll
-  for (int m = 0; m < kN16; m += 4) {
-    const uint32_t scales = *reinterpret_cast<const uint32_t*>(scale_codes + lane * kN16 + m);
-    nan = nan || nan_scale(scales);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint2 both = *reinterpret_cast<const uint2*>(
-          codes + 16 * nvfp4_chunk<kN16>(lane, (m + k) / 2) + k % 2 * 8);
-      const typename Codes::Scale scale = codec.scale(scales, k);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float v[8];
-        codec.widen(half == 0 ? both.x : both.y, scale, unit_matrix, v);
-        const float* c = cs + 16 * (m + k) + 8 * half;
-        const float4 low = load4(c), high = load4(c + 4);
-        const float operand[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  float sum[16] = {};
+  const bool nan =
+      each_eight<kN16, Codes>(element, codes, scale_codes, outer, [&](int n, const float(&s)[8]) {
+        const float4 low = load4(cs + n), high = load4(cs + n + 4);
+        const float c[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const int n = Codes::column(i);
-          sum[8 * half + n] = __fmaf_rn(v[i] * factor, operand[n], sum[8 * half + n]);
+          float& to = sum[n % 16 + i];
+          to = __fmaf_rn(s[i], c[i], to);
         }
-      }
-    }
-  }
+      });
   // Lanes i and i + 8, then 4, 2, 1 apart.
 #pragma unroll
   for (int d = 8; d > 0; d /= 2) {
@@ -168,11 +146,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   const auto prepare = [&](auto team, const TileRun& run, std::byte* place) {
     using Team = decltype(team);
     const Unit unit(p.units, run);
-    for (int h = Team::rank(); h < heads; h += Team::size()) {
-      copy_word(place + at.scale + 4 * h,
-                p.read + uint64_t{static_cast<unsigned>(unit.row)} * p.row_stride +
-                    uint64_t{static_cast<unsigned>(unit.head0 + h)} * p.head_stride + p.outer);
-    }
+    p.read.template copy_scales<Team>(unit.row, unit.head0, heads, place + at.scale);
     unit.template prepare<Team>(at, unit.t + 1 < window, false, place, dots);
   };
   const auto digits_of_c = [&](int run) {
@@ -204,12 +178,13 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     const std::byte* of_unit = shared + (run_index & 1) * at.unit;
     const float* cs = reinterpret_cast<const float*>(of_unit + at.c);
     const float* all_weights = reinterpret_cast<const float*>(of_unit + at.weights);
-    const unsigned width = static_cast<unsigned>(layer.heads * head_dim);
-    Act* y_row = static_cast<Act*>(p.units.step.y) +
-                 uint64_t{static_cast<unsigned>(unit.row)} * width + unit.head0 * head_dim;
-    Act* appended = static_cast<Act*>(p.units.step.ring_x) +
-                    uint64_t{static_cast<unsigned>(unit.row * window + t)} * width +
-                    unit.head0 * head_dim;
+    const int first_row = unit.head0 * head_dim;
+    const auto head0_of = [&](void* all, int index) {
+      return static_cast<Act*>(all) + uint64_t{static_cast<unsigned>(index)} * source.width() +
+             first_row;
+    };
+    Act* y_row = head0_of(p.units.step.y, unit.row);
+    Act* appended = head0_of(p.units.step.ring_x, unit.row * window + t);
     prepared.wait_filled(run_index);
     for (; walk.tile < last; walk.tile += warps) {
       copies.wait();
@@ -252,15 +227,14 @@ template <class Codes>
 bool start(const typename Codes::Element& element, const Mamba2Layer& layer, const HeadPlan& plan,
            const DecodeRows& rows, const DecodeStates& states, const Mamba2DecodeStep& step,
            CudaStream stream) {
-  const auto with = [&]<int kN16>(std::integral_constant<int, kN16>) {
+  return with_blocks(layer.state_dim, [&]<int kN16>(std::integral_constant<int, kN16>) {
     const bool bf16 = step.activation == RecordType::bf16,
                skip_flush = plan.flush_output == FlushOutput::recurrence;
-    const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
     const int n = layer.state_dim, heads = layer.heads / layer.groups,
               head_runs = layer.head_dim / kRunRows,
               tiles = (heads * head_runs + kRuns - 1) / kRuns,
               most = std::min(rows.rows, kMostTileRows);
-    const PackedLayout l = packed_layout(format.descriptor, layer.head_dim, n);
+    const PackedLayout l = packed_layout(read_format(plan).descriptor, layer.head_dim, n);
     const Mamba2UnitLayout at(n, plan.window, heads, false);
     const TileLaunch use = TileLaunch::fit(
         static_cast<size_t>(at.end) + SumLayout<kN16, Codes, 1>::kBytes + TileShare::bytes(most),
@@ -269,25 +243,17 @@ bool start(const typename Codes::Element& element, const Mamba2Layer& layer, con
     if (use.warps == 0) return false;
     const auto kernel =
         bf16 ? read_nvfp4<__nv_bfloat16, kN16, Codes> : read_nvfp4<float, kN16, Codes>;
-    start_tiles(
-        use, kernel, rows, plan.window, skip_flush, layer.groups, tiles, stream,
-        [&](const TileWork& work) {
-          return Launch<Codes>{
-              {layer, rows, step, plan.window, Divisor(heads), Divisor(heads)},
-              work,
-              plan.read ? states.read : states.recurrence,
-              static_cast<uint32_t>(plan.read ? states.read_row_stride : states.row_stride),
-              static_cast<uint32_t>(plan.read ? states.read_head_stride : states.head_stride),
-              static_cast<uint32_t>(l.scales),
-              static_cast<uint32_t>(l.outer),
-              element,
-              Divisor(head_runs)};
-        });
+    start_tiles(use, kernel, rows, plan.window, skip_flush, layer.groups, tiles, stream,
+                [&](const TileWork& work) {
+                  return Launch<Codes>{
+                      {layer, rows, step, plan.window, Divisor(heads), Divisor(heads)},
+                      work,
+                      ReadHeads(plan, states, l),
+                      element,
+                      Divisor(head_runs)};
+                });
     return true;
-  };
-  return layer.state_dim == 128  ? with(std::integral_constant<int, 8>())
-         : layer.state_dim == 64 ? with(std::integral_constant<int, 4>())
-                                 : with(std::integral_constant<int, 16>());
+  });
 }
 
 }  // namespace
@@ -295,7 +261,7 @@ bool start(const typename Codes::Element& element, const Mamba2Layer& layer, con
 bool mamba2_read_nvfp4(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
                        const DecodeStates& states, const Mamba2DecodeStep& step,
                        CudaStream stream) {
-  const StateFormat& format = plan.read ? *plan.read->format : *plan.recurrence.format;
+  const StateFormat& format = read_format(plan);
   const int n = layer.state_dim;
   const PackedLayout l = packed_layout(format.descriptor, layer.head_dim, n);
   if ((n != 64 && n != 128 && n != 256) || l.scales % 16 != 0) return false;

@@ -190,4 +190,37 @@ __device__ __forceinline__ unsigned nvfp4_chunk(unsigned row, unsigned chunk) {
   return row * kChunks + (chunk ^ (row / kApart & (kChunks - 1)));
 }
 
+/// Row `lane` of a tile in shared memory, codes placed by nvfp4_chunk, times the scale `outer` of
+/// its head: add(n, numbers) for columns n to n + 7 in turn. Whether a scale is NaN. By a whole
+/// warp.
+template <int kN16, class Codes, class Add>
+__device__ __forceinline__ bool each_eight(const NarrowElement& element, const std::byte* codes,
+                                           const std::byte* scale_codes, float outer, Add&& add) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t unit_matrix = unit_part();
+  const Codes codec(element);
+  const float factor = element.power * outer;
+  bool nan = false;
+#pragma unroll
+  for (int m = 0; m < kN16; m += 4) {
+    const uint32_t scales = *reinterpret_cast<const uint32_t*>(scale_codes + lane * kN16 + m);
+    nan = nan || nan_scale(scales);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint2 both = *reinterpret_cast<const uint2*>(
+          codes + 16 * nvfp4_chunk<kN16>(lane, (m + k) / 2) + k % 2 * 8);
+      const typename Codes::Scale scale = codec.scale(scales, k);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float widened[8], numbers[8];
+        codec.widen(half == 0 ? both.x : both.y, scale, unit_matrix, widened);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) numbers[Codes::column(i)] = widened[i] * factor;
+        add(16 * (m + k) + 8 * half, numbers);
+      }
+    }
+  }
+  return nan;
+}
+
 }  // namespace replayeval
