@@ -102,57 +102,70 @@ struct TileShare {
   const int* bounds;
   const uint16_t* order;
 
+  static constexpr int kBlockWarps = 32, kBounds = 32, kCounts = 2 * 2 * kBlockWarps;  // bytes
   /// Bytes of shared memory.
-  static size_t bytes(int rows) { return (static_cast<size_t>(rows) * 2 + 32 + 15) / 16 * 16; }
+  static size_t bytes(int rows) {
+    return (static_cast<size_t>(rows) * 2 + kBounds + kCounts + 15) / 16 * 16;
+  }
 
-  /// By all threads; the barrier at its end serves others too.
+  /// By all threads of a block of up to kBlockWarps whole warps; the barrier at its end serves
+  /// others too.
   __device__ TileShare(const TileWork& w, std::byte* memory)
       : work(&w),
         bounds(reinterpret_cast<const int*>(memory)),
-        order(reinterpret_cast<const uint16_t*>(memory + 32)) {
+        order(reinterpret_cast<const uint16_t*>(memory + kBounds + kCounts)) {
     static_assert(kMaxWindow <= 64 && 64 * kMostTileRows <= 65536);
-    uint16_t* to = reinterpret_cast<uint16_t*>(memory + 32);
-    if (threadIdx.x < 32) {
-      int others = 0, flushing = 0;
-      const int lane = static_cast<int>(threadIdx.x);
-#pragma unroll 4
-      for (int base = 0; base < w.rows; base += 32) {
-        const int r = base + lane;
-        const bool real = r < w.rows;
-        const int t = real ? w.pending[w.first_row + r] : 0;
-        const bool flush = real && t + 1 == w.window;
-        const unsigned flushes = __ballot_sync(0xFFFFFFFFu, flush),
-                       plain = __ballot_sync(0xFFFFFFFFu, real) & ~flushes,
-                       before = (1u << lane) - 1u;
-        const uint16_t entry = static_cast<uint16_t>(64 * r + t);
-        if (flush) {
-          to[w.rows - 1 - flushing - __popc(flushes & before)] = entry;
-        } else if (real) {
-          to[others + __popc(plain & before)] = entry;
-        }
-        others += __popc(plain);
-        flushing += __popc(flushes);
+    // Of every warp the rows that flush and, in the upper half, the others; two arrays in turn, so
+    // that one barrier a pass is enough.
+    uint16_t* counts = reinterpret_cast<uint16_t*>(memory + kBounds);
+    uint16_t* to = reinterpret_cast<uint16_t*>(memory + kBounds + kCounts);
+    const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5),
+              threads = static_cast<int>(blockDim.x);
+    const auto load = [&](int r) { return r < w.rows ? w.pending[w.first_row + r] : 0; };
+    int flushing = 0, others = 0, next = load(static_cast<int>(threadIdx.x));
+    for (int base = 0, turn = 0; base < w.rows; base += threads, turn ^= kBlockWarps) {
+      const int r = base + static_cast<int>(threadIdx.x), t = next;
+      next = load(r + threads);
+      const bool real = r < w.rows, flush = real && t + 1 == w.window;
+      const unsigned flushes = __ballot_sync(0xFFFFFFFFu, flush),
+                     plain = __ballot_sync(0xFFFFFFFFu, real) & ~flushes, lower = (1u << lane) - 1u;
+      if (lane == 0)
+        counts[turn + warp] = static_cast<uint16_t>(__popc(flushes) | __popc(plain) << 8);
+      __syncthreads();
+      int flushing_before = flushing, others_before = others;
+#pragma unroll 1
+      for (int i = 0; i < threads / 32; ++i) {
+        const int count = counts[turn + i], of_flushing = count & 0xFF, of_others = count >> 8;
+        if (i < warp) flushing_before += of_flushing, others_before += of_others;
+        flushing += of_flushing;
+        others += of_others;
       }
-      if (lane < 2) {
-        // What does not go round is the last blocks' of the ones and the first blocks' of the
-        // others.
-        const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
-                  other_units = others * w.row_units, whole = other_units / blocks * blocks;
-        const int start = lane == 1 ? whole : other_units,
-                  units = lane == 1      ? other_units - whole
-                          : w.skip_flush ? 0
-                                         : flushing * w.row_units,
-                  all = units * w.tiles, each = all / blocks, more = all - each * blocks;
-        const int place = lane == 1 ? block : blocks - 1 - block;
-        const int begin = start * w.tiles + block * each +
-                          (lane == 1 ? min(block, more) : max(more - 1 - place, 0));
-        int* limits = reinterpret_cast<int*>(memory);
-        limits[2 * lane] = begin;
-        limits[2 * lane + 1] = begin + each + (place < more ? 1 : 0);
-        if (lane == 1) {
-          limits[4] = whole / blocks;
-          limits[5] = whole / blocks * (block * w.turns / blocks) / w.turns;
-        }
+      const uint16_t entry = static_cast<uint16_t>(64 * r + t);
+      if (flush) {
+        to[w.rows - 1 - flushing_before - __popc(flushes & lower)] = entry;
+      } else if (real) {
+        to[others_before + __popc(plain & lower)] = entry;
+      }
+    }
+    if (threadIdx.x < 2) {
+      // What does not go round is the last blocks' of the ones and the first blocks' of the
+      // others.
+      const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
+                other_units = others * w.row_units, whole = other_units / blocks * blocks;
+      const int start = lane == 1 ? whole : other_units,
+                units = lane == 1      ? other_units - whole
+                        : w.skip_flush ? 0
+                                       : flushing * w.row_units,
+                all = units * w.tiles, each = all / blocks, more = all - each * blocks;
+      const int place = lane == 1 ? block : blocks - 1 - block;
+      const int begin = start * w.tiles + block * each +
+                        (lane == 1 ? min(block, more) : max(more - 1 - place, 0));
+      int* limits = reinterpret_cast<int*>(memory);
+      limits[2 * lane] = begin;
+      limits[2 * lane + 1] = begin + each + (place < more ? 1 : 0);
+      if (lane == 1) {
+        limits[4] = whole / blocks;
+        limits[5] = whole / blocks * (block * w.turns / blocks) / w.turns;
       }
     }
     __syncthreads();
@@ -266,56 +279,126 @@ __device__ __forceinline__ void wait_before_ring() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPlaces - 1) : "memory");
 }
 
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+/// Waits for the end of a barrier's phase of this parity.
+__device__ __forceinline__ void wait_phase(uint64_t* barrier, int parity) {
+  int done;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.s32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.s32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+#endif
+  } while (!done);
+}
+
+/// A warp's tiles on their way into the places of its ring where they are pieces of contiguous
+/// bytes: by the copy engine, which needs one instruction a piece; before sm_90 by the warp's
+/// threads.
+template <int kPlaces>
+struct TilePieces {
+  static constexpr int kBytes = (kPlaces * 8 + 15) / 16 * 16;  // of its barriers
+  uint64_t* barriers;
+  int place = 0, parity = 0;  // of the next tile that is waited for
+
+  __device__ explicit TilePieces(std::byte* memory)
+      : barriers(reinterpret_cast<uint64_t*>(memory)) {}
+  /// By the whole warp, before the first copy.
+  __device__ void init() const {
+#if __CUDA_ARCH__ >= 900
+    if ((threadIdx.x & 31) == 0) {
+      for (int i = 0; i < kPlaces; ++i) init_barrier(barriers + i, 1);
+      fence_writes();
+    }
+    __syncwarp();
+#endif
+  }
+  /// Begins to copy a tile of kPieces pieces of kPieceBytes that follow each other to place `index`
+  /// at `to`, `apart` bytes from each other. By the whole warp.
+  template <int kPieces, int kPieceBytes>
+  __device__ void copy(int index, std::byte* to, unsigned apart, const std::byte* from) const {
+    static_assert(kPieces <= 32);
+    const unsigned lane = threadIdx.x & 31u;
+#if __CUDA_ARCH__ >= 900
+    const unsigned barrier = shared_address(barriers + index);
+    if (lane == 0) {
+      asm volatile(
+          "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
+              barrier),
+          "r"(kPieces * kPieceBytes)
+          : "memory");
+    }
+    __syncwarp();
+    if (lane < kPieces) {
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+          "[%3];" ::"r"(shared_address(to) + lane * apart),
+          "l"(from + lane * kPieceBytes), "r"(kPieceBytes), "r"(barrier)
+          : "memory");
+    }
+#else
+    constexpr unsigned kChunks = kPieceBytes / 16;
+#pragma unroll 4
+    for (unsigned i = lane; i < kPieces * kChunks; i += 32)
+      copy_async(to + i / kChunks * apart + 16 * (i % kChunks), from + 16 * i);
+#endif
+  }
+  /// Waits for the next tile, after TileCopies::wait. Its place.
+  __device__ int wait() {
+#if __CUDA_ARCH__ >= 900
+    wait_phase(barriers + place, parity);
+#endif
+    const int now = place;
+    if (++place == kPlaces) {
+      place = 0;
+      parity ^= 1;
+    }
+    return now;
+  }
+  /// Between a thread's own writes to a place or its barrier and what the copy engine does with
+  /// them, before the warp's barrier.
+  static __device__ void fence_writes() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  }
+};
+
 /// What is prepared for a run of a block lies in one of two places: `filled` by the warps that
 /// prepare, `emptied` by those that take tiles. Runs are counted from 0.
 struct PreparedPlaces {
   uint64_t* barriers;  // [4] in shared memory: filled, emptied
 
   static __device__ void init(uint64_t* barriers, int preparing, int taking) {
-    for (int i = 0; i < 4; ++i) {
-      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(barriers + i)),
-                   "r"(i < 2 ? preparing : taking)
-                   : "memory");
-    }
+    for (int i = 0; i < 4; ++i) init_barrier(barriers + i, i < 2 ? preparing : taking);
   }
   /// By a whole warp.
   __device__ void fill(int run) const { arrive(barriers + (run & 1)); }
   __device__ void empty(int run) const { arrive(barriers + 2 + (run & 1)); }
-  __device__ void wait_filled(int run) const { wait(barriers + (run & 1), run >> 1 & 1); }
+  __device__ void wait_filled(int run) const { wait_phase(barriers + (run & 1), run >> 1 & 1); }
   __device__ void wait_emptied(int run) const {
-    if (run >= 0) wait(barriers + 2 + (run & 1), run >> 1 & 1);
+    if (run >= 0) wait_phase(barriers + 2 + (run & 1), run >> 1 & 1);
   }
 
  private:
-  static __device__ unsigned address(const void* p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-  }
   static __device__ void arrive(uint64_t* barrier) {
     __syncwarp();
     if ((threadIdx.x & 31) == 0) {
-      asm volatile(
-          "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address(barrier))
-          : "memory");
+      asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
+                       shared_address(barrier))
+                   : "memory");
     }
-  }
-  static __device__ void wait(uint64_t* barrier, int parity) {
-    int done;
-    do {
-#if __CUDA_ARCH__ >= 900
-      asm volatile(
-          "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.s32 %0, 1, 0, p; }"
-          : "=r"(done)
-          : "r"(address(barrier)), "r"(parity)
-          : "memory");
-#else
-      asm volatile(
-          "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.s32 %0, 1, 0, p; "
-          "}"
-          : "=r"(done)
-          : "r"(address(barrier)), "r"(parity)
-          : "memory");
-#endif
-    } while (!done);
   }
 };
 
@@ -343,9 +426,7 @@ __device__ __forceinline__ void finish_copies() { asm volatile("cp.async.wait_al
 
 /// Begins to copy 4 bytes, as copy_async does 16.
 __device__ __forceinline__ void copy_word(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
-               "l"(from));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from));
 }
 
 /// Adds a warp's counts of FP32 numbers that were stored.

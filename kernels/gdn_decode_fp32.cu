@@ -21,9 +21,15 @@ struct Launch {
   Divisor head_tiles;
 };
 
+/// Bytes of two rows of a tile, 16 bytes behind them, so that threads that read the same columns of
+/// every second row meet different banks.
+__host__ __device__ constexpr int pair_bytes(int key_dim) { return 8 * key_dim + 16; }
 /// Bytes of a tile: states, corrections of the ring, v.
 __host__ __device__ constexpr int place_bytes(int key_dim, int window, int u_bytes, int act_bytes) {
-  return kTileRows * (4 * key_dim + window * u_bytes + act_bytes);
+  return kTileRows / 2 * pair_bytes(key_dim) + kTileRows * (window * u_bytes + act_bytes);
+}
+__host__ __device__ constexpr int ring_bytes(int place) {
+  return kPlaces * place + TilePieces<kPlaces>::kBytes;
 }
 
 template <class Act, int kKeyDim>
@@ -31,7 +37,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     decode_fp32(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ uint64_t barriers[4];
-  constexpr unsigned kChunks = kKeyDim / 4, kStateBytes = kTileRows * kKeyDim * 4;
+  constexpr unsigned kChunks = kKeyDim / 4, kStateBytes = kTileRows * kKeyDim * 4,
+                     kPair = pair_bytes(kKeyDim), kPlaced = kTileRows / 2 * kPair;
   constexpr int kN16 = kKeyDim / 16;
   const GdnLayer& layer = p.units.layer;
   using Unit = GdnUnit<Act, kKeyDim>;
@@ -42,9 +49,11 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5,
             warps = static_cast<int>(blockDim.x >> 5) - 1,
             place_size = place_bytes(kKeyDim, window, u_bytes, sizeof(Act));
-  std::byte* ring = shared + at.end + warp * (kPlaces * place_size);
+  std::byte* ring = shared + at.end + warp * ring_bytes(place_size);
+  TilePieces<kPlaces> pieces(ring + kPlaces * place_size);
+  if (warp < warps) pieces.init();
   if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
-  const TileShare share(p.work, shared + at.end + warps * (kPlaces * place_size));
+  const TileShare share(p.work, shared + at.end + warps * ring_bytes(place_size));
   const PreparedPlaces prepared{barriers};
   TileWalk walk(share, warp, warps);
   walk.move();
@@ -63,26 +72,21 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       return;
     }
   }
-  // 16 bytes of a row lie at another place in each of eight rows, so that threads that read the
-  // same columns of them meet different banks.
-  const auto swizzled = [](unsigned r, unsigned chunk) {
-    return 16 * (r * kChunks + (chunk ^ (r & 7u)));
+  const auto placed = [](unsigned r, unsigned chunk) {
+    return (r >> 1) * kPair + (r & 1u) * (4 * kKeyDim) + 16 * chunk;
   };
   const auto copy = [&](const TileRun& run, int tile, int, int place) {
     const Unit unit(p.units, run);
     const unsigned h = tile / p.head_tiles, head = unit.head0 + h,
-                   in_head = tile - static_cast<int>(h) * p.head_tiles, thread = threadIdx.x & 31u;
-    const std::byte* from = p.states.recurrence + run.row * p.states.row_stride +
-                            head * p.states.head_stride + in_head * kStateBytes + 16 * thread;
+                   in_head = tile - static_cast<int>(h) * p.head_tiles;
     std::byte* to = ring + place * place_size;
-#pragma unroll
-    for (unsigned m = 0; m < kStateBytes / 512; ++m) {
-      const unsigned i = 32 * m + thread;
-      copy_async(to + swizzled(i / kChunks, i % kChunks), from + 512 * m);
-    }
+    pieces.template copy<kTileRows / 2, 8 * kKeyDim>(
+        place, to, kPair,
+        p.states.recurrence + run.row * p.states.row_stride + head * p.states.head_stride +
+            in_head * kStateBytes);
     const int64_t first = head * static_cast<unsigned>(value_dim) + in_head * kTileRows;
-    unit.template copy_corrections<kTileRows>(first, to + kStateBytes);
-    unit.template copy_v<kTileRows>(first, to + kStateBytes + kTileRows * window * u_bytes);
+    unit.template copy_corrections<kTileRows>(first, to + kPlaced);
+    unit.template copy_v<kTileRows>(first, to + kPlaced + kTileRows * window * u_bytes);
   };
   TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
   wait_before_ring<kPlaces>();
@@ -93,12 +97,9 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   }
 
   const float* keys = reinterpret_cast<const float*>(shared + at.keys);
-  const int r = lane & 15;
+  const int r = 2 * (lane & 7) + (lane >> 3 & 1);
   const bool of_query = lane >= 16;
-  unsigned own_chunks[8];  // where the first chunks of row r lie, the others 128 bytes on
-#pragma unroll
-  for (unsigned i = 0; i < 8; ++i) own_chunks[i] = swizzled(static_cast<unsigned>(r), i);
-  int place = 0;
+  const unsigned own_row = placed(static_cast<unsigned>(r), 0);
   for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {
     const Unit unit(p.units, walk.runs.now);
     const int row = unit.row, head0 = unit.head0, t = unit.t, last = walk.runs.now.last;
@@ -117,9 +118,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     for (; walk.tile < last; walk.tile += warps) {
       copies.wait();
       copies.begin();
-      std::byte* state = ring + place * place_size;
-      if (++place == kPlaces) place = 0;
-      const std::byte* us = state + kStateBytes;
+      std::byte* state = ring + pieces.wait() * place_size;
+      const std::byte* us = state + kPlaced;
       const int h = walk.tile / p.head_tiles, in_head = walk.tile - h * p.head_tiles;
       const int first = h * value_dim + in_head * kTileRows;
       const auto stored = [&](int j, int i) { return load_record(ring_u, us, j * kTileRows + i); };
@@ -127,8 +127,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
         float sum = 0.0f;
 #pragma unroll
         for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
-          const float4 s =
-              *reinterpret_cast<const float4*>(state + own_chunks[chunk % 8] + 128 * (chunk / 8));
+          const float4 s = *reinterpret_cast<const float4*>(state + own_row + 16 * chunk);
           sum = chain(load4(operand + 4 * chunk), s, sum);
         }
         return sum;
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
       float sum = output ? weight[window] * product : __fmaf_rn(weight[window], product, v);
 #pragma unroll 4
       for (int j = 0; j < t; ++j) sum = __fmaf_rn(weight[j], stored(j, r), sum);
-      const float u = __shfl_sync(0xFFFFFFFFu, beta * sum, r);
+      const float u = __shfl_sync(0xFFFFFFFFu, beta * sum, lane & 15);
       if (!flush) {
         if (of_query) {
           out[r] = from_float<Act>(__fmaf_rn(query_weight[t], u, sum));
@@ -157,21 +156,24 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
         }
         continue;
       }
-      // S = carried S + sum_j (decayed u_j) k_j^T, four threads a row of eight.
+      // S = carried S + sum_j (decayed u_j) k_j^T, four threads a row; rows r and r + 8, whose
+      // banks differ, are read together.
       const int part = lane & 3;
       const float carry = query_weight[window];
       const float* fold = fold_weights + h * window;
       uint32_t non_finite = 0, infinite = 0;
       __syncwarp();
 #pragma unroll 1
-      for (int q = lane >> 2; q < kTileRows; q += 8) {
-        const float last_u = __shfl_sync(0xFFFFFFFFu, u, q);
+      for (int pass = 0; pass < kTileRows / 8; ++pass) {
+        const int q = (lane >> 3) + 8 * (lane >> 2 & 1) + 4 * pass;
+        const float last_u = __shfl_sync(0xFFFFFFFFu, u, q / 2 + 8 * (q & 1));
         float4* to =
             reinterpret_cast<float4*>(p.states.recurrence + row * p.states.row_stride +
                                       (head0 + h) * p.states.head_stride + in_head * kStateBytes) +
             q * kChunks + part;
         const auto own = [&](int m) {
-          return reinterpret_cast<float4*>(state + swizzled(q, 4 * m + part));
+          return reinterpret_cast<float4*>(
+              state + placed(static_cast<unsigned>(q), static_cast<unsigned>(4 * m + part)));
         };
         float4 s[kN16];
 #pragma unroll
@@ -193,6 +195,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
           if (p.states.health) count_odd(s[m], &non_finite, &infinite);
         }
       }
+      TilePieces<kPlaces>::fence_writes();
       __syncwarp();
       const float o = read(query);
       if (!of_query) out[r] = from_float<Act>(o);
@@ -231,7 +234,7 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
   const GdnUnitLayout at(n, plan.window, heads, act_bytes);
   const int place = place_bytes(n, plan.window, plan.ring_u == RecordType::bf16 ? 2 : 4, act_bytes);
   const TileLaunch use = TileLaunch::fit(
-      static_cast<size_t>(at.end) + TileShare::bytes(most), static_cast<size_t>(kPlaces * place),
+      static_cast<size_t>(at.end) + TileShare::bytes(most), static_cast<size_t>(ring_bytes(place)),
       most * layer.key_heads, heads * head_tiles, kMostBlocks, kMostWarps);
   if (use.warps == 0) return false;
   const Kernel kernel =

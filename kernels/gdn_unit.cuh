@@ -237,8 +237,8 @@ struct GdnUnit {
     const int lane = threadIdx.x & 31;
     static_assert(kRows / kEach <= 32);
     if (lane < kRows / kEach) {
-      copy_async(to + 16 * lane,
-                 static_cast<const Act*>(p.step.v) + row * v_stride() + first + lane * kEach);
+      copy_async_of_line(to + 16 * lane, static_cast<const Act*>(p.step.v) + row * v_stride() +
+                                             first + lane * kEach);
     }
   }
   /// Begins to copy the corrections of the ring's records of kRows rows, from `first` of a record's
@@ -255,7 +255,7 @@ struct GdnUnit {
     to += 16 * lane;
 #pragma unroll 2
     for (int j = lane >> shift; j < t; j += 32 >> shift) {
-      copy_async(to, from);
+      copy_async_of_line(to, from);
       to += 16 * 32;
       from += uint64_t{32u >> shift} * stride;
     }
