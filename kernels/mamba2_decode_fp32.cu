@@ -92,21 +92,15 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
   TileWalk walk(share, warp, warps);
   walk.move();
   if (!walk.runs.now.real()) return;
-  const auto prepare = [&](auto team, const TileRun& run, std::byte* place) {
-    const Unit unit(p.units, run);
-    const bool flush = unit.t + 1 == window;
-    unit.template prepare<decltype(team)>(at, !flush, flush, place, dots);
-  };
+  {
+    const Unit unit(p.units, walk.runs.now);
+    unit.template copy_inputs<Team<0>>(at, shared);
+    commit_copies();
+    unit.template fetch<Team<0>>();
+  }
   if (warp == warps) {
-    TileRuns& runs = walk.runs;
-    prepare(Team<0>(), runs.now, shared);
-    prepared.fill(0);
-    runs.move();
-    for (int run = 1; runs.now.real(); runs.move(), ++run) {
-      prepared.wait_emptied(run - 2);
-      prepare(Team<1>(), runs.now, shared + (run & 1) * at.unit);
-      prepared.fill(run);
-    }
+    Unit::prepare_runs(
+        p.units, at, true, walk.runs, prepared, shared, dots, [](const Unit&, int) {}, [](int) {});
     return;
   }
   const auto tile_of = [&](const Unit& unit, int head, int tile) {
@@ -115,7 +109,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
   };
   TileCopies<kPlaces, 1, Source<Act, kStateDim>> copies(
       share, warp, warps, Source<Act, kStateDim>{p, ring, place_size});
-  prepare(Team<0>(), walk.runs.now, shared);
+  Unit(p.units, walk.runs.now)
+      .template prepare<Team<0>>(at, true, shared, dots, wait_before_ring<kPlaces>);
 
   int place = 0;
   for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {

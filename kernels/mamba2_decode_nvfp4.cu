@@ -142,33 +142,33 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   TileWalk walk(share, warp, warps);
   walk.move();
   if (!walk.runs.now.real()) return;
-  // C and the weights of a unit; its heads' scales.
-  const auto prepare = [&](auto team, const TileRun& run, std::byte* place) {
-    using Team = decltype(team);
-    const Unit unit(p.units, run);
-    p.read.template copy_scales<Team>(unit.row, unit.head0, heads, place + at.scale);
-    unit.template prepare<Team>(at, unit.t + 1 < window, false, place, dots);
+  const auto scales = [&](auto team, const Unit& unit, std::byte* place) {
+    p.read.template copy_scales<decltype(team)>(unit.row, unit.head0, heads, place + at.scale);
   };
   const auto digits_of_c = [&](int run) {
     return Layout::vector(of_sums, shared + (run & 1) * at.unit + at.c, run, 0);
   };
+  const auto split = [&](int run) {
+    if constexpr (kWhole) digits_of_c(run).split(p.element);
+  };
+  {
+    const Unit unit(p.units, walk.runs.now);
+    scales(Team<0>(), unit, shared);
+    unit.template copy_inputs<Team<0>>(at, shared);
+    commit_copies();
+    unit.template fetch<Team<0>>();
+  }
   if (warp == warps) {
-    TileRuns& runs = walk.runs;
-    prepare(Team<0>(), runs.now, shared);
-    if constexpr (kWhole) digits_of_c(0).split(p.element);
-    prepared.fill(0);
-    runs.move();
-    for (int run = 1; runs.now.real(); runs.move(), ++run) {
-      prepared.wait_emptied(run - 2);
-      prepare(Team<1>(), runs.now, shared + (run & 1) * at.unit);
-      if constexpr (kWhole) digits_of_c(run).split(p.element);
-      prepared.fill(run);
-    }
+    Unit::prepare_runs(
+        p.units, at, false, walk.runs, prepared, shared, dots,
+        [&](const Unit& next, int run) { scales(Team<1>(), next, shared + (run & 1) * at.unit); },
+        split);
     return;
   }
   const TileSource<Act, kN16, Launch<Codes>> source(p, ring, place_size);
   TileCopies<kPlaces, 1, TileSource<Act, kN16, Launch<Codes>>> copies(share, warp, warps, source);
-  prepare(Team<0>(), walk.runs.now, shared);
+  Unit(p.units, walk.runs.now)
+      .template prepare<Team<0>>(at, false, shared, dots, wait_before_ring<kPlaces>);
 
   int place = 0;
   for (int run_index = 0; walk.runs.now.real(); walk.move(), ++run_index) {

@@ -86,20 +86,26 @@ struct Mamba2Unit {
            group * kStateDim;
   }
 
-  /// Of all records the weights, (2^D dt) (B . C) or for a `fold` 2^D dt, and that of the
-  /// checkpoint; C, for a fold B, and skips. With `append` the token's B and step go to the ring.
-  /// Ends with the team's barrier.
+  __device__ const Act* c() const {
+    return static_cast<const Act*>(p.step.c) + row * b_stride() + group * kStateDim;
+  }
+
+  /// Has B of the records and C come to the second-level cache.
   template <class Team>
-  __device__ void prepare(const Mamba2UnitLayout& at, bool append, bool fold, std::byte* unit,
-                          float* dots) const {
-    const int tid = Team::rank(), threads = Team::size(), part = tid & 3;
+  __device__ void fetch() const {
+    constexpr int kLine = 128 / sizeof(Act), kLines = (kStateDim + kLine - 1) / kLine;
+    for (int i = Team::rank(); i < (t + 2) * kLines; i += Team::size()) {
+      const int j = i / kLines;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"((j > t ? c() : b_of(j)) + i % kLines * kLine));
+    }
+  }
+  /// Begins to copy steps, decays and skips.
+  template <class Team>
+  __device__ void copy_inputs(const Mamba2UnitLayout& at, std::byte* unit) const {
+    const int tid = Team::rank(), threads = Team::size();
     const Divisor heads = p.unit_heads;
-    const Act* act_c = static_cast<const Act*>(p.step.c) + row * b_stride() + group * kStateDim;
-    const float* dts = reinterpret_cast<const float*>(unit + at.dt);
-    const float* decays = reinterpret_cast<const float*>(unit + at.decay);
-    float* weights = reinterpret_cast<float*>(unit + at.weights);
     const float* own_dt = p.step.dt + int64_t{row} * p.layer.heads + head0;
-    float* ring_dt = p.step.ring_dt + slot(0) * p.layer.heads + head0;
+    const float* ring_dt = p.step.ring_dt + slot(0) * p.layer.heads + head0;
     for (int i = tid; i < (t + 1) * heads; i += threads) {
       const int j = i / heads, h = i - j * heads;
       copy_word(unit + at.dt + 4 * i, (j == t ? own_dt : ring_dt + int64_t{j} * p.layer.heads) + h);
@@ -108,6 +114,22 @@ struct Mamba2Unit {
       copy_word(unit + at.decay + 4 * h, p.layer.decay_log2 + head0 + h);
       if (p.layer.skip) copy_word(unit + at.skip + 4 * h, p.layer.skip + head0 + h);
     }
+  }
+
+  /// Of all records the weights, (2^D dt) (B . C), or 2^D dt where a flush `folds` them, and that
+  /// of the checkpoint; C, for a fold B, and skips. The token's B and step go to the ring unless it
+  /// is flushed. wait() waits for the inputs. Ends with the team's barrier.
+  template <class Team, class Wait>
+  __device__ void prepare(const Mamba2UnitLayout& at, bool folds, std::byte* unit, float* dots,
+                          Wait&& wait) const {
+    const bool append = t + 1 < p.window, fold = folds && !append;
+    const int tid = Team::rank(), threads = Team::size(), part = tid & 3;
+    const Divisor heads = p.unit_heads;
+    const Act* act_c = c();
+    const float* dts = reinterpret_cast<const float*>(unit + at.dt);
+    const float* decays = reinterpret_cast<const float*>(unit + at.decay);
+    float* weights = reinterpret_cast<float*>(unit + at.weights);
+    float* ring_dt = p.step.ring_dt + slot(0) * p.layer.heads + head0;
     if (fold) {
       float* b = reinterpret_cast<float*>(unit + at.b);
 #pragma unroll 4
@@ -137,7 +159,7 @@ struct Mamba2Unit {
             *reinterpret_cast<const uint4*>(b_of(t) + i * kEach);
       }
     }
-    finish_copies();
+    wait();
     Team::meet();
     if (append) {
       for (int h = tid; h < heads; h += threads)
@@ -156,6 +178,32 @@ struct Mamba2Unit {
       weights[h * at.weight_row + (carry ? p.window : j)] = weight;
     }
     Team::meet();
+  }
+  /// The warp that prepares, the block's last one: what a block needs for all of its runs; the
+  /// first one's inputs have been asked for. `copy(unit, run)` begins to copy what else a unit
+  /// needs, `finish(run)` comes when all is there.
+  template <class Copy, class Finish>
+  static __device__ void prepare_runs(const Mamba2Units& units, const Mamba2UnitLayout& at,
+                                      bool folds, TileRuns& runs, const PreparedPlaces& prepared,
+                                      std::byte* shared, float* dots, Copy&& copy,
+                                      Finish&& finish) {
+    Mamba2Unit(units, runs.now).template prepare<Team<0>>(at, folds, shared, dots, finish_copies);
+    const auto next = [&](int run) {
+      finish(run);
+      prepared.fill(run);
+      runs.move();
+      if (runs.now.real()) Mamba2Unit(units, runs.now).template fetch<Team<1>>();
+    };
+    next(0);
+    for (int run = 1; runs.now.real(); ++run) {
+      const Mamba2Unit unit(units, runs.now);
+      prepared.wait_emptied(run - 2);
+      std::byte* place = shared + (run & 1) * at.unit;
+      copy(unit, run);
+      unit.template copy_inputs<Team<1>>(at, place);
+      unit.template prepare<Team<1>>(at, folds, place, dots, finish_copies);
+      next(run);
+    }
   }
 };
 
