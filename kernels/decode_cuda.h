@@ -43,7 +43,7 @@ struct DecodeStates {
 
 /// Plain FP32 checkpoints of so many bytes a call and fewer have kernels that do not stream them
 /// (mamba2_decode_few.cu for windows of up to 32, gdn_decode_few.cu); results are the same.
-constexpr int64_t kFewMamba2Bytes = int64_t{128} << 20, kFewGdnBytes = int64_t{64} << 20;
+constexpr int64_t kFewMamba2Bytes = int64_t{128} << 20, kFewGdnBytes = int64_t{24} << 20;
 
 /// One token of every row. x, y [rows, heads, head_dim], b, c [rows, groups, state_dim] in
 /// `activation`, dt [rows, heads] FP32; rings x [rows, window, heads, head_dim], b [rows, window,

@@ -570,21 +570,21 @@ TEST_CASE("gpu: gdn decode of few FP32 checkpoints has the bits of the chunk ker
   }
 }
 
-/// Rows that give every block of a GPU several units.
+/// Rows of more than kFewGdnBytes: several tiles for every warp of a GPU.
 int many_rows(int heads, int head_dim, int state_dim) {
-  return static_cast<int>((int64_t{16} << 20) / (int64_t{heads} * head_dim * state_dim * 4)) + 1;
+  return static_cast<int>((int64_t{32} << 20) / (int64_t{heads} * head_dim * state_dim * 4)) + 1;
 }
+const std::pair<int, RecordType> kManyRowsWindows[] = {
+    {1, RecordType::fp32}, {7, RecordType::bf16}, {16, RecordType::bf16}, {16, RecordType::fp32}};
 
 TEST_CASE("gpu: mamba2 decode of many FP32 checkpoints has the bits of the chunk kernels") {
   if (!gpu() || !host_has_fma()) return;
   for (Sizes sizes : {Sizes{16, 2, 80, 128}, Sizes{8, 8, 64, 64}, Sizes{6, 2, 128, 256}}) {
-    for (int window : {1, 7, 16}) {
-      for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
-        INFO("[" << sizes.head_dim << ", " << sizes.state_dim << "], L " << window);
-        compare_mamba2(
-            sizes, plan_of("fp32", window), type,
-            {.rows = many_rows(sizes.heads, sizes.head_dim, sizes.state_dim), .streamed = true});
-      }
+    for (const auto& [window, type] : kManyRowsWindows) {
+      INFO("[" << sizes.head_dim << ", " << sizes.state_dim << "], L " << window);
+      compare_mamba2(
+          sizes, plan_of("fp32", window), type,
+          {.rows = many_rows(sizes.heads, sizes.head_dim, sizes.state_dim), .streamed = true});
     }
   }
 }
@@ -593,13 +593,26 @@ TEST_CASE("gpu: gdn decode of many FP32 checkpoints has the bits of the chunk ke
   if (!gpu() || !host_has_fma()) return;
   for (GdnSizes sizes : {GdnSizes{8, 16, 128, 128}, GdnSizes{4, 12, 96, 64},
                          GdnSizes{2, 4, 128, 256}, GdnSizes{4, 8, 48, 128}}) {
-    for (int window : {1, 7, 16}) {
-      for (RecordType type : {RecordType::bf16, RecordType::fp32}) {
-        INFO("[" << sizes.value_dim << ", " << sizes.key_dim << "], L " << window);
-        compare_gdn(sizes, gdn_plan(window, window == 7 ? RecordType::bf16 : RecordType::fp32),
-                    type,
-                    {.rows = many_rows(sizes.value_heads, sizes.value_dim, sizes.key_dim),
-                     .streamed = true});
+    for (const auto& [window, type] : kManyRowsWindows) {
+      INFO("[" << sizes.value_dim << ", " << sizes.key_dim << "], L " << window);
+      compare_gdn(sizes, gdn_plan(window, window == 7 ? RecordType::bf16 : RecordType::fp32), type,
+                  {.rows = many_rows(sizes.value_heads, sizes.value_dim, sizes.key_dim)});
+    }
+  }
+}
+
+// Several passes over the rows of a launch, two launches, and several units for every block, which
+// so uses each of its places more than once.
+TEST_CASE("gpu: decode of a thousand rows has the bits of the chunk kernels") {
+  if (!gpu() || !host_has_fma()) return;
+  for (const char* name : {"fp32", "fp16+sr|nvfp4"}) {
+    for (int window : {5, 64}) {
+      for (bool freely : {false, true}) {
+        if (freely && std::string(name) == "fp32") continue;
+        INFO(name << ", L " << window << (freely ? ", sums freely" : ""));
+        const Case how = {.rows = 1100, .streamed = true, .freely = freely};
+        compare_mamba2({1, 1, 8, 64}, plan_of(name, window), RecordType::bf16, how);
+        compare_gdn({1, 1, 32, 64}, plan_of(name, window), RecordType::bf16, how);
       }
     }
   }
