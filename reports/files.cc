@@ -45,8 +45,18 @@ std::string megabytes(double bytes) {
   return text;
 }
 
+/// Whether a file is a run's own, which goes on from what it has: run.json and the report beside
+/// it, and what lies in its folders.
+bool is_of_run(const fs::path& path) {
+  std::error_code error;
+  const fs::path folder = path.parent_path(), plan = "run.json";
+  if (path.filename() == plan || fs::exists(folder.parent_path() / plan, error)) return true;
+  return path.extension() == ".h5" && fs::exists(folder / plan, error);
+}
+
 [[noreturn]] void fail_write(const fs::path& path, size_t size, int error) {
   std::string message = path.string() + ": cannot be written: " + std::strerror(error);
+  const bool of_run = is_of_run(path);
   if (error == ENOSPC || error == EDQUOT) {
     struct statvfs info {};
     message += " (" + megabytes(static_cast<double>(size)) + " needed";
@@ -56,8 +66,9 @@ std::string megabytes(double bytes) {
           megabytes(static_cast<double>(info.f_bavail) * static_cast<double>(info.f_frsize)) +
           " free";
     }
-    message += "); finished parts are kept, free space and go on with --resume";
-  } else if (error == EROFS || error == EACCES || error == EPERM) {
+    message += ")";
+    if (of_run) message += "; finished parts are kept, free space and go on with --resume";
+  } else if (of_run && (error == EROFS || error == EACCES || error == EPERM)) {
     message += "; finished parts are kept, make the folder writable and go on with --resume";
   }
   throw std::runtime_error(message);
@@ -69,23 +80,28 @@ void sync_folder(const fs::path& folder) {
   if (fd.get() >= 0) ::fsync(fd.get());
 }
 
+/// Writes all bytes; the error, or 0.
+int write_all(int fd, std::span<const std::byte> bytes) {
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t count =
+        ::write(fd, bytes.data() + done, std::min(bytes.size() - done, size_t{1} << 30));
+    if (count > 0) {
+      done += static_cast<size_t>(count);
+    } else if (count == 0) {
+      return ENOSPC;
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
+
 fs::path write_temporary(const fs::path& path, std::span<const std::byte> bytes) {
   fs::path temporary = temporary_name(path);
   FileDescriptor fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
   if (fd.get() < 0) fail_write(path, bytes.size(), errno);
-  size_t done = 0;
-  int error = 0;
-  while (done < bytes.size() && error == 0) {
-    ssize_t count =
-        ::write(fd.get(), bytes.data() + done, std::min(bytes.size() - done, size_t{1} << 30));
-    if (count > 0) {
-      done += static_cast<size_t>(count);
-    } else if (count == 0) {
-      error = ENOSPC;
-    } else if (errno != EINTR) {
-      error = errno;
-    }
-  }
+  int error = write_all(fd.get(), bytes);
   if (error == 0 && ::fsync(fd.get()) != 0) error = errno;
   if (fd.close() != 0 && error == 0) error = errno;
   if (error != 0) {
@@ -93,6 +109,15 @@ fs::path write_temporary(const fs::path& path, std::span<const std::byte> bytes)
     fail_write(path, bytes.size(), error);
   }
   return temporary;
+}
+
+/// Into a device, pipe or socket, which stays what it is.
+void write_through(const fs::path& path, std::span<const std::byte> bytes) {
+  FileDescriptor fd(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
+  if (fd.get() < 0) fail_write(path, bytes.size(), errno);
+  int error = write_all(fd.get(), bytes);
+  if (fd.close() != 0 && error == 0) error = errno;
+  if (error != 0) fail_write(path, bytes.size(), error);
 }
 
 std::string read_line(const char* path) {
@@ -139,7 +164,17 @@ std::optional<std::vector<std::byte>> read_file(const fs::path& path) {
   return bytes;
 }
 
-void replace_file(const fs::path& path, std::span<const std::byte> bytes) {
+void replace_file(const fs::path& named, std::span<const std::byte> bytes) {
+  std::error_code none;
+  const fs::file_status target = fs::status(named, none);
+  if (fs::exists(target) && !fs::is_regular_file(target) && !fs::is_directory(target))
+    return write_through(named, bytes);
+  fs::path path = named;
+  constexpr int kMostLinks = 40;
+  for (int links = 0; fs::is_symlink(path, none); ++links) {
+    if (links == kMostLinks) fail_write(named, bytes.size(), ELOOP);
+    path = path.parent_path() / fs::read_symlink(path, none);
+  }
   fs::path temporary = write_temporary(path, bytes);
   if (::rename(temporary.c_str(), path.c_str()) != 0) {
     int error = errno;

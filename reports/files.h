@@ -17,7 +17,8 @@ std::optional<std::vector<std::byte>> read_file(const std::filesystem::path& pat
 
 /// Writes `bytes` under a temporary name in the same folder, syncs file and folder, and renames to
 /// `path`. Throws std::runtime_error ("<path>: cannot be written: No space left on device (...)");
-/// the temporary file is removed and `path` is as before.
+/// the temporary file is removed and `path` is as before. A link is followed; what exists and is no
+/// file (a device, a pipe) is written to instead.
 void replace_file(const std::filesystem::path& path, std::span<const std::byte> bytes);
 
 /// As replace_file, but only if `path` does not exist; returns whether it was created. Of several

@@ -604,6 +604,32 @@ TEST_CASE("a full disk and a read-only folder are one clear line, and finished p
   CHECK(contains(text, "cannot be written: Read-only file system; finished parts are kept"));
 }
 
+TEST_CASE("a file is replaced behind a link, and a pipe is written to and stays one") {
+  TemporaryFolder place("targets");
+  const std::string text = "contents";
+  std::ofstream(place / "file") << "old";
+  fs::create_symlink("file", place / "link");
+  replace_file(place / "link", as_byte_span(text));
+  CHECK(fs::is_symlink(place / "link"));
+  CHECK(as_text(*read_file(place / "file")) == text);
+  fs::create_symlink("new", place / "dangling");
+  replace_file(place / "dangling", as_byte_span(text));
+  CHECK(fs::is_symlink(place / "dangling"));
+  CHECK(as_text(*read_file(place / "new")) == text);
+
+  const fs::path pipe = place / "pipe";
+  REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
+  const int reader = ::open(pipe.c_str(), O_RDONLY | O_NONBLOCK);
+  REQUIRE(reader >= 0);
+  replace_file(pipe, as_byte_span(text));
+  char got[16] = {};
+  CHECK(::read(reader, got, sizeof got) == static_cast<ssize_t>(text.size()));
+  ::close(reader);
+  CHECK(got == text);
+  CHECK(fs::is_fifo(pipe));
+  CHECK(std::distance(fs::directory_iterator(place / "."), fs::directory_iterator()) == 5);
+}
+
 TEST_CASE("files that are no report are refused with what they are") {
   TemporaryFolder place("bad");
   CHECK(contains(message_of([&] { load_report(place / "nothing"); }), "no such file"));
