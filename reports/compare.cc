@@ -746,9 +746,18 @@ LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& b
     out.warnings.push_back("this limit can never fail: " + metric + " always lies between " +
                            number(lowest) + " and " + number(highest));
   }
+  // A mean lies at the end of its range only if all values do.
+  const bool is_mean = metric == "kl.mean" || metric == "top1" || metric == "accuracy";
+  if (is_mean && (limit.at_most ? out.bound == lowest && out.candidate > lowest
+                                : out.bound == highest && out.candidate < highest)) {
+    out.p_exceeds = 0;
+    out.p_keeps = 1;
+  }
   if (limit.at_most ? lowest > out.bound : highest < out.bound) {
     out.warnings.push_back("this limit can never be kept: " + metric + " always lies between " +
                            number(lowest) + " and " + number(highest));
+    out.p_exceeds = 0;
+    out.p_keeps = 1;
   }
   if (std::isfinite(chance) && chance > 0 && std::isfinite(out.reference) &&
       std::isfinite(out.least_detectable) && out.reference - out.least_detectable < chance) {

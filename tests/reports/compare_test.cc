@@ -511,6 +511,16 @@ TEST_CASE("least detectable effect, chance, and limits that cannot fail") {
   CHECK(hopeless("top1[nvfp4+sr] >= 101"));
   CHECK(hopeless("kl.mean[nvfp4+sr] <= -1"));
   CHECK_FALSE(hopeless("kl.mean[nvfp4+sr] <= 0"));
+
+  // What no longer run can keep fails however short this one is.
+  const Report brief = made_run(1, 2, 1, 1, 40);
+  for (const char* limit : {"top1[nvfp4+sr] >= 101", "kl.mean[nvfp4+sr] <= -1",
+                            "kl.mean[nvfp4+sr] <= 0", "kl.mean[nvfp4+sr] <= 0 * base"}) {
+    INFO(limit);
+    CHECK(judged(brief, brief, limit).verdict == Verdict::fail);
+  }
+  CHECK(judged(brief, brief, "top1[fp16+sr] >= 100").verdict != Verdict::fail);
+  CHECK(judged(brief, brief, "kl.mean[nvfp4+sr] <= 2 * base").verdict != Verdict::fail);
 }
 
 TEST_CASE("growth is gated") {
