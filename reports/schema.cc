@@ -481,7 +481,9 @@ void write_report(const Report& report, const std::filesystem::path& path) {
   replace_file(path, bytes);
 }
 
-Report read_report(const std::filesystem::path& path) {
+namespace {
+
+Report read_checked(const std::filesystem::path& path) {
   std::optional<std::vector<std::byte>> bytes = read_file(path);
   if (!bytes) throw std::runtime_error(path.string() + ": no such file");
   std::string wrong = check_checksum(*bytes);
@@ -597,6 +599,25 @@ Report read_report(const std::filesystem::path& path) {
   }
   report.items = read_items(file);
   return report;
+}
+
+}  // namespace
+
+Report read_report(const std::filesystem::path& path) {
+  // Beside what the reader says of what it misses: sizes, texts and numbers that do not fit.
+  const auto damaged = [&](const std::exception& error) {
+    return std::runtime_error(path.string() +
+                              ": is no report of this program or is damaged: " + error.what());
+  };
+  try {
+    return read_checked(path);
+  } catch (const nlohmann::json::exception& error) {
+    throw damaged(error);
+  } catch (const std::logic_error& error) {
+    throw damaged(error);
+  } catch (const std::bad_alloc& error) {
+    throw damaged(error);
+  }
 }
 
 }  // namespace replayeval
