@@ -8,6 +8,7 @@
 #include "base/hash.h"
 #include "datasets/parquet.h"
 #include "datasets/pg19.h"
+#include "datasets/utf8.h"
 
 namespace replayeval {
 namespace {
@@ -26,6 +27,10 @@ std::vector<DocumentEntry> list_texts(const fs::path& path) {
   for (const auto& file : fs::directory_iterator(path)) {
     if (file.is_regular_file() && file.path().extension() == ".txt") {
       const std::string name = file.path().stem().string();
+      if (find_invalid_utf8(name) != std::string::npos) {
+        throw std::runtime_error("data: " + file.path().string() +
+                                 ": its name is not UTF-8; rename it");
+      }
       entries.push_back({name, name, file.path(), nullptr, 0});
     }
   }

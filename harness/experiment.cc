@@ -12,6 +12,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "datasets/utf8.h"
 #include "models/hub.h"
 #include "quant/format_file.h"
 
@@ -69,6 +70,8 @@ std::string number_text(double value) {
 
 std::string read_text_value(const YAML::Node& node) {
   if (!node.IsScalar() || node.Scalar().empty()) reject("expected a text, got " + describe(node));
+  if (find_invalid_utf8(node.Scalar()) != std::string::npos)
+    reject("expected UTF-8, got " + in_quotes(node.Scalar()));
   return node.Scalar();
 }
 
@@ -378,7 +381,12 @@ TaskRequest read_task(const Entry& entry, const YAML::Node& node) {
       } else if (name == "per_category") {
         task.per_category = read_integer<int64_t>(value, 1);
       } else if (name == "ids") {
-        for (const YAML::Node& id : items_of(value)) task.ids.push_back(read_text_value(id));
+        for (const YAML::Node& id : items_of(value)) {
+          const std::string text = read_text_value(id);
+          if (std::find(task.ids.begin(), task.ids.end(), text) != task.ids.end())
+            reject(in_quotes(text) + " is listed twice");
+          task.ids.push_back(text);
+        }
         if (task.ids.empty()) reject("expected at least one id, got an empty list");
       } else if (!read_draw_setting(name, value, &task.draw)) {
         const std::string near = nearest_name(name, kNames);
@@ -806,7 +814,8 @@ class KeyCollector {
         const fs::path included = path.parent_path() / file.Scalar();
         if (!fs::is_regular_file(included, error)) {
           reject(place(source, file.Mark()) + ": include: expected a file, got " +
-                 in_quotes(included.string()) + ", which does not exist");
+                 in_quotes(included.string()) + ", which " +
+                 (fs::exists(included, error) ? "is none" : "does not exist"));
         }
         add_file(included, including);
       }

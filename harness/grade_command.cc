@@ -14,6 +14,7 @@
 #include "datasets/chat_template.h"
 #include "datasets/task.h"
 #include "datasets/tokenizer.h"
+#include "datasets/utf8.h"
 #include "harness/build_info.h"
 #include "harness/report_command.h"
 #include "harness/task_results.h"
@@ -185,6 +186,10 @@ std::string import_answers(const GradeOptions& options) {
   std::set<std::string> names;
   for (const std::string& state : options.states) {
     if (state.empty()) reject("--state: expected a name, got nothing");
+    const bool printable = std::ranges::none_of(
+        state, [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7F; });
+    if (!printable || find_invalid_utf8(state) != std::string::npos)
+      reject("--state: expected a name of one line of UTF-8");
     if (!names.insert(state).second)
       reject("--state: expected a name of its own for each file, got '" + state + "' twice");
   }

@@ -344,6 +344,7 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
             .find("data.join: expected true or false, got 'yes'") != std::string::npos);
   CHECK(data_error("{kind: c4, path: x}")
             .find("data.kind: expected pg19 | text | answers, got 'c4'") != std::string::npos);
+  CHECK(data_error("{path: \"/no/\xFF\"}").find("expected UTF-8") != std::string::npos);
   CHECK(data_error("{path: /no/such/file}") ==
         "3:14: data.path: expected a file or folder, got '/no/such/file', which does not exist");
   const std::string no_path = data_error("{kind: pg19}");
@@ -521,6 +522,9 @@ TEST_CASE("include: relative to its file, own keys override, maps merge by key")
   const std::string missing = folder.write("m.yaml", "job: kl\ninclude: nowhere.yaml\n");
   CHECK(error_of(missing) == missing + ":2:10: include: expected a file, got '" +
                                  (folder / "nowhere.yaml") + "', which does not exist");
+  const std::string no_file = folder.write("n.yaml", "job: kl\ninclude: base\n");
+  CHECK(error_of(no_file) == no_file + ":2:10: include: expected a file, got '" +
+                                 (folder / "base") + "', which is none");
   const std::string self = folder.write("self.yaml", "include: self.yaml\n");
   CHECK(error_of(self) == self + ": include: the file includes itself");
 }
