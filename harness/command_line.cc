@@ -1,9 +1,14 @@
 #include "harness/command_line.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <stdexcept>
 #include <string>
@@ -12,6 +17,7 @@
 #include "datasets/grade_check.h"
 #include "datasets/task.h"
 #include "datasets/tokenizer.h"
+#include "datasets/utf8.h"
 #include "harness/bench.h"
 #include "harness/bench_decoder.h"
 #include "harness/bench_gpu.h"
@@ -81,6 +87,8 @@ int run(RunArguments arguments) {
   for (size_t i = 1; i < arguments.experiment.size(); ++i)
     arguments.settings.push_back(arguments.experiment[i]);
   Experiment experiment = load_experiment(arguments.experiment.at(0), arguments.settings);
+  if (find_invalid_utf8(arguments.out) != std::string::npos)
+    reject("--out: expected UTF-8, got '" + arguments.out + "'");
   if (!arguments.out.empty()) experiment.out = arguments.out;
   constexpr int kMostShards = 4096;
   const size_t slash = arguments.shard.find('/');
@@ -434,9 +442,10 @@ int parse_and_run(int argc, const char* const* argv) {
   bench_app->add_option("--data", bench_data,
                         "folder in PG-19's layout, datasets/sample unless given");
   int64_t bench_context = 1024;
-  bench_app->add_option(
-      "--context", bench_context,
-      "tokens before the first step of a whole model's decode, 1024 unless given");
+  bench_app
+      ->add_option("--context", bench_context,
+                   "tokens before the first step of a whole model's decode, 1024 unless given")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   std::string bench_sweep;
   bench_app->add_option("--sweep", bench_sweep,
                         "decode on a GPU: batch=1..512 or window=1..64, measured beside predicted");
@@ -620,7 +629,14 @@ int run_command_line(int argc, const char* const* argv) {
     std::fprintf(stderr, "replayeval: %s\n", message);
   };
   try {
-    return parse_and_run(argc, argv);
+    const bool printing = ::fcntl(STDOUT_FILENO, F_GETFD) >= 0;  // and not closed by the caller
+    const int result = parse_and_run(argc, argv);
+    errno = 0;
+    if (printing && (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)) {
+      throw std::runtime_error(std::string("standard output: cannot be written") +
+                               (errno != 0 ? std::string(": ") + std::strerror(errno) : ""));
+    }
+    return result;
   } catch (const std::invalid_argument& error) {
     report(error.what());
     return 2;

@@ -249,16 +249,16 @@ void write_random_checkpoint(const std::string& name, const std::filesystem::pat
                              uint64_t seed) {
   const RandomModel model = random_model(name);
   std::filesystem::create_directories(folder);
-  std::ofstream config(folder / "config.json");
-  config << model.config.dump(2) << "\n";
-  if (!config.flush())
-    throw std::runtime_error((folder / "config.json").string() + ": cannot be written");
   std::vector<TensorHeader> headers;
   for (const RandomTensor& tensor : model.tensors) headers.push_back(tensor.header);
   SafetensorsWriter writer(folder / "model.safetensors", headers);
   Random random{seed};
   for (const RandomTensor& tensor : model.tensors) fill_tensor(tensor, random, writer);
   writer.finish();
+  std::ofstream config(folder / "config.json");
+  config << model.config.dump(2) << "\n";
+  if (!config.flush())
+    throw std::runtime_error((folder / "config.json").string() + ": cannot be written");
 }
 
 }  // namespace replayeval
