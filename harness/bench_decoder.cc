@@ -52,9 +52,6 @@ int run_decoder_bench(const std::filesystem::path& folder, const GpuBenchOptions
   check_options(options);
   std::string reason;
   if (!cuda_available(&reason)) throw std::runtime_error("bench: " + reason);
-  if (context < 1 || context > 1 << 20)
-    throw std::invalid_argument("bench: --context: expected 1 to 1048576, got " +
-                                std::to_string(context));
   ModelOptions model_options;
   model_options.compute = ComputeType::bf16;
   model_options.dense = options.dense;

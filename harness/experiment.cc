@@ -198,6 +198,13 @@ std::vector<YAML::Node> items_of(const YAML::Node& node) {
   return items;
 }
 
+/// Adds an id to those before it; false where it is one of them.
+bool add_new(const std::string& id, std::vector<std::string>* ids) {
+  if (std::ranges::find(*ids, id) != ids->end()) return false;
+  ids->push_back(id);
+  return true;
+}
+
 void read_documents(Experiment& e, const Entry& entry) {
   e.data.documents.reset();
   e.data.ids.clear();
@@ -206,10 +213,8 @@ void read_documents(Experiment& e, const Entry& entry) {
       if (!item.IsScalar() || item.Scalar().empty()) {
         reject_at(entry, item, "expected a document id, got " + describe(item));
       }
-      if (std::ranges::find(e.data.ids, item.Scalar()) != e.data.ids.end()) {
+      if (!add_new(item.Scalar(), &e.data.ids))
         reject_at(entry, item, "document " + in_quotes(item.Scalar()) + " is listed twice");
-      }
-      e.data.ids.push_back(item.Scalar());
     }
     if (e.data.ids.empty()) reject("expected at least one document id, got an empty list");
     return;
@@ -382,10 +387,8 @@ TaskRequest read_task(const Entry& entry, const YAML::Node& node) {
         task.per_category = read_integer<int64_t>(value, 1);
       } else if (name == "ids") {
         for (const YAML::Node& id : items_of(value)) {
-          const std::string text = read_text_value(id);
-          if (std::find(task.ids.begin(), task.ids.end(), text) != task.ids.end())
-            reject(in_quotes(text) + " is listed twice");
-          task.ids.push_back(text);
+          if (!add_new(read_text_value(id), &task.ids))
+            reject(in_quotes(id.Scalar()) + " is listed twice");
         }
         if (task.ids.empty()) reject("expected at least one id, got an empty list");
       } else if (!read_draw_setting(name, value, &task.draw)) {

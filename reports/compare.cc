@@ -748,14 +748,14 @@ LimitResult evaluate_limit(const Gate& gate, const Limit& limit, const Report& b
   }
   // A mean lies at the end of its range only if all values do.
   const bool is_mean = metric == "kl.mean" || metric == "top1" || metric == "accuracy";
-  if (is_mean && (limit.at_most ? out.bound == lowest && out.candidate > lowest
-                                : out.bound == highest && out.candidate < highest)) {
-    out.p_exceeds = 0;
-    out.p_keeps = 1;
-  }
-  if (limit.at_most ? lowest > out.bound : highest < out.bound) {
+  const bool outside = limit.at_most ? lowest > out.bound : highest < out.bound;
+  const bool at_end = limit.at_most ? out.bound == lowest && out.candidate > lowest
+                                    : out.bound == highest && out.candidate < highest;
+  if (outside) {
     out.warnings.push_back("this limit can never be kept: " + metric + " always lies between " +
                            number(lowest) + " and " + number(highest));
+  }
+  if (outside || (is_mean && at_end)) {
     out.p_exceeds = 0;
     out.p_keeps = 1;
   }

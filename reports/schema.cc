@@ -604,19 +604,13 @@ Report read_checked(const std::filesystem::path& path) {
 }  // namespace
 
 Report read_report(const std::filesystem::path& path) {
-  // Beside what the reader says of what it misses: sizes, texts and numbers that do not fit.
-  const auto damaged = [&](const std::exception& error) {
-    return std::runtime_error(path.string() +
-                              ": is no report of this program or is damaged: " + error.what());
-  };
   try {
     return read_checked(path);
-  } catch (const nlohmann::json::exception& error) {
-    throw damaged(error);
-  } catch (const std::logic_error& error) {
-    throw damaged(error);
-  } catch (const std::bad_alloc& error) {
-    throw damaged(error);
+  } catch (const std::runtime_error&) {  // says what is wrong
+    throw;
+  } catch (const std::exception& error) {  // sizes, texts and numbers that do not fit
+    throw std::runtime_error(path.string() +
+                             ": is no report of this program or is damaged: " + error.what());
   }
 }
 

@@ -179,6 +179,9 @@ TEST_CASE("what is missing or wrong is named") {
   fails("no such file or folder");
   source.path = folder.path();
   fails("no *.txt in this folder");
+  folder.write("names/\xFF.txt", "text");
+  source.path = folder.path() / "names";
+  fails("its name is not UTF-8; rename it");
   source.path = folder.path() / "test" / "9.txt";
   CHECK(load_documents(source, mini()).documents.at(0).id == "9");
   source.path.clear();

@@ -446,6 +446,7 @@ TEST_CASE("wrong values of job score") {
   CHECK(error("tasks: [{task: a, level: 6}]") ==
         "4:26: tasks: level: expected a whole number from 1 to 5, got '6'");
   CHECK(error("tasks: [{task: a, items: 2, items: 3}]") == "4:29: tasks: 'items' is given twice");
+  CHECK(error("tasks: [{task: a, ids: [q, r, q]}]") == "4:24: tasks: ids: 'q' is listed twice");
   CHECK(error("tasks: [[a]]") ==
         "4:9: tasks: expected a task's name or file, or a map, got a list of 1");
   const std::string kl = folder.write("kl.yaml", minimal() + "slots: 4\n");

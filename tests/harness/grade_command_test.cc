@@ -215,6 +215,10 @@ TEST_CASE("a request or a file that is wrong is one line: place, expected, got, 
                    o.states.push_back("engine");
                  }),
                  "expected a name of its own for each file, got 'engine' twice"));
+  for (const char* name : {"two\nlines", "not \xFF UTF-8"}) {
+    CHECK(contains(request([&](GradeOptions& o) { o.states[0] = name; }),
+                   "2: grade: --state: expected a name of one line of UTF-8"));
+  }
   CHECK(contains(request([](GradeOptions& o) { o.imports[0] = "nowhere.jsonl"; }),
                  "1: nowhere.jsonl: no such file"));
   CHECK(contains(request([](GradeOptions& o) { o.run = "r"; }),

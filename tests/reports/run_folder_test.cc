@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "reports/files.h"
+#include "reports/hdf5_image.h"
 #include "reports/schema.h"
 #include "reports/tables.h"
 #include "tests/reports/sample_run.h"
@@ -637,6 +638,24 @@ TEST_CASE("files that are no report are refused with what they are") {
                  "holds neither run.json nor report.h5"));
   std::ofstream(place / "text.h5") << "hello";
   CHECK(contains(message_of([&] { load_report(place / "text.h5"); }), "holds no checksum"));
+
+  // A text that is no JSON, under a checksum of its own.
+  Report whole;
+  whole.run.notes = {"a note"};
+  write_report(whole, place / "broken.h5");
+  std::vector<std::byte> bytes = *read_file(place / "broken.h5");
+  const auto behind = [&](const std::string& text) {
+    const std::span<const std::byte> what = as_byte_span(text);
+    const auto at = std::search(bytes.begin(), bytes.end(), what.begin(), what.end());
+    REQUIRE(at != bytes.end());
+    return at + static_cast<ptrdiff_t>(text.size());
+  };
+  *behind("[\"a note\"") = std::byte{')'};
+  std::fill_n(behind("replayeval-sha256:"), 64, std::byte{'0'});
+  seal_checksum(bytes);
+  replace_file(place / "broken.h5", bytes);
+  CHECK(contains(message_of([&] { load_report(place / "broken.h5"); }),
+                 "broken.h5: is no report of this program or is damaged: "));
   fs::create_directory(place / "run");
   std::ofstream(place / "run/run.json") << "{\"schema\": \"replayeval/7\"}";
   CHECK(contains(message_of([&] { RunFolder::open_read_only(place / "run"); }),
