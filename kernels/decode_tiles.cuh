@@ -380,8 +380,9 @@ struct TilePieces {
 struct PreparedPlaces {
   uint64_t* barriers;  // [4] in shared memory: filled, emptied
 
+  /// Warps that prepare, that take tiles.
   static __device__ void init(uint64_t* barriers, int preparing, int taking) {
-    for (int i = 0; i < 4; ++i) init_barrier(barriers + i, i < 2 ? preparing : taking);
+    for (int i = 0; i < 4; ++i) init_barrier(barriers + i, 32 * (i < 2 ? preparing : taking));
   }
   /// By a whole warp.
   __device__ void fill(int run) const { arrive(barriers + (run & 1)); }
@@ -392,13 +393,11 @@ struct PreparedPlaces {
   }
 
  private:
+  // Each thread for itself: an arrival orders its own accesses for those who wait.
   static __device__ void arrive(uint64_t* barrier) {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) {
-      asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
-                       shared_address(barrier))
-                   : "memory");
-    }
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
+                     shared_address(barrier))
+                 : "memory");
   }
 };
 
