@@ -117,6 +117,7 @@ struct DigitVector {
         largest = max(largest, __float_as_uint(e) & 0x7FFFFFFFu);
     }
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+    __syncwarp();  // all have read what the digits take the place of
     // Below 2^30 times the last digit; powers of two in two factors, since one may be out of range.
     const bool finite = largest < 0x7F800000u;
     const int power = 156 - static_cast<int>(largest >> 23), half = power / 2;
