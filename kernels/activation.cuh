@@ -43,6 +43,22 @@ __device__ __forceinline__ float4 four(const __nv_bfloat16* p) {
                      __uint_as_float(u.y << 16), __uint_as_float(u.y & 0xFFFF0000u));
 }
 
+/// Eight, from a multiple of 8 on.
+__device__ __forceinline__ void load_eight(const float* p, float (&to)[8]) {
+  const float4 low = load4(p), high = load4(p + 4);
+  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+}
+__device__ __forceinline__ void load_eight(const __nv_bfloat16* p, float (&to)[8]) {
+  const uint4 u = *reinterpret_cast<const uint4*>(p);
+  const uint32_t words[4] = {u.x, u.y, u.z, u.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    to[2 * i] = __uint_as_float(words[i] << 16);
+    to[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+  }
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }

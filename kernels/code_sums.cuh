@@ -87,21 +87,24 @@ struct WholeCodes {
 };
 
 /// A vector of 16 kN16 numbers in shared memory, as digits: the highest of all columns, then the
-/// others; for every digit d of a code the sums of a block's digits times -zero_d, [d, block, two
-/// pairs of digits], each pair twice; two factors that the last digit belongs to, NaN where a
-/// number was not finite.
+/// others, kPlane bytes apart, so that threads that read the same columns of all four meet
+/// different banks; for every digit d of a code the sums of a block's digits times -zero_d, [d,
+/// block, two pairs of digits], each pair twice; two factors that the last digit belongs to, NaN
+/// where a number was not finite.
 template <int kN16, int kDigits>
 struct DigitVector {
-  static constexpr int kColumns = 16 * kN16, kSumBytes = 32 * kDigits * kN16;
-  /// Bytes beside the digits, which take the place of the FP32 numbers.
-  static constexpr int kBytes = kSumBytes + 16;
+  static constexpr int kColumns = 16 * kN16, kPlane = kColumns + 32,
+                       kSumBytes = 32 * kDigits * kN16;
+  static constexpr int kBytes = 4 * kPlane + kSumBytes + 32;  // from a multiple of 32 on
+  const float* numbers;
   std::byte* digits;
-  std::byte* rest;
 
-  __device__ int4* sums() const { return reinterpret_cast<int4*>(rest); }
-  __device__ float2* scale() const { return reinterpret_cast<float2*>(rest + kSumBytes); }
+  __device__ int4* sums() const { return reinterpret_cast<int4*>(digits + 4 * kPlane); }
+  __device__ float2* scale() const {
+    return reinterpret_cast<float2*>(digits + 4 * kPlane + kSumBytes);
+  }
 
-  /// By a warp, from FP32 numbers at `digits`. Others see it behind a barrier.
+  /// By a warp, from FP32 `numbers`. Others see it behind a barrier.
   __device__ void split(const CodeTable& table) const {
     constexpr int kQuads = kColumns / 4, kEach = (kQuads + 31) / 32;
     const int lane = threadIdx.x & 31;
@@ -111,13 +114,11 @@ struct DigitVector {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int quad = 32 * i + lane;
-      x[i] = quad < kQuads ? load4(reinterpret_cast<const float*>(digits) + 4 * quad)
-                           : make_float4(0, 0, 0, 0);
+      x[i] = quad < kQuads ? load4(numbers + 4 * quad) : make_float4(0, 0, 0, 0);
       for (float e : {x[i].x, x[i].y, x[i].z, x[i].w})
         largest = max(largest, __float_as_uint(e) & 0x7FFFFFFFu);
     }
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-    __syncwarp();  // all have read what the digits take the place of
     // Below 2^30 times the last digit; powers of two in two factors, since one may be out of range.
     const bool finite = largest < 0x7F800000u;
     const int power = 156 - static_cast<int>(largest >> 23), half = power / 2;
@@ -148,8 +149,7 @@ struct DigitVector {
       int sum[4];
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
-        if (quad < kQuads)
-          *reinterpret_cast<uint32_t*>(digits + d * kColumns + 4 * quad) = planes[d];
+        if (quad < kQuads) *reinterpret_cast<uint32_t*>(digits + d * kPlane + 4 * quad) = planes[d];
         sum[d] = __dp4a(static_cast<int>(planes[d]), 0x01010101, 0);
         sum[d] += __shfl_xor_sync(0xFFFFFFFFu, sum[d], 1);
         sum[d] += __shfl_xor_sync(0xFFFFFFFFu, sum[d], 2);
@@ -281,8 +281,9 @@ class CodeSums {
     float sum[kVectors][4];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      digits[v] = second == g >> 2 ? vectors[v].digits + (g & 3u) * kColumns + 8 * q : zeros_;
-      sums[v] = vectors[v].rest + 16 * q;
+      digits[v] =
+          (second == g >> 2 ? vectors[v].digits + (g & 3u) * Vector::kPlane : zeros_) + 8 * q;
+      sums[v] = reinterpret_cast<const std::byte*>(vectors[v].sums()) + 16 * q;
 #pragma unroll
       for (int r = 0; r < 4; ++r) sum[v][r] = 0.0f;
     }
@@ -390,7 +391,8 @@ struct SumLayout {
   }
   /// Vector v of a run's unit, whose numbers lie at `numbers`.
   static __device__ Vector vector(std::byte* memory, std::byte* numbers, int run, int v) {
-    return {numbers, memory + Sums::kZeroBytes + ((run & 1) * kVectors + v) * Vector::kBytes};
+    return {reinterpret_cast<const float*>(numbers),
+            memory + Sums::kZeroBytes + ((run & 1) * kVectors + v) * Vector::kBytes};
   }
 };
 

@@ -646,32 +646,46 @@ struct FlushRoles {
     ThreadCounts counts;
     const bool non_finite = odd[0] || odd[1];
     int left = 0;  // bit 2 k + r: row r is not stored in role k yet
+    // Roles and rows in turn by the same instructions, of which the cache holds few: the row that
+    // is stored is the first of the two, which change places.
+    float4 x[2][kRowQuads];
+    int x_row[2] = {own[0], own[1]};
+#pragma unroll
+    for (int i = 0; i < kRowQuads; ++i) x[0][i] = v[0][i], x[1][i] = v[1][i];
 #pragma unroll 1
-    for (int k = separate ? 1 : 0; k >= 0; --k) {
+    for (int i = 0; i < (separate ? 4 : 2); ++i) {
+      const int k = separate && i < 2 ? 1 : 0;
       const StoreRole& role = reinterpret_cast<const StoreRole*>(prepared)[k];
-      const Role own_role = role_of(k);
+      float quad[kRowQuads];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float quad[kRowQuads];
-#pragma unroll
-        for (int i = 0; i < kRowQuads; ++i) {
-          quad[i] = fmaxf(fmaxf(fabsf(v[r][i].x), fabsf(v[r][i].y)),
-                          fmaxf(fabsf(v[r][i].z), fabsf(v[r][i].w)));
-        }
-        ThreadCounts own_counts;
-        if (!store_common<Columns>(
-                role, own_role, numbers_of(v[r], quad, largest[r], odd[r], own[r]), &own_counts)) {
-          left |= 1 << (2 * k + r);
-        }
-        // Rows past the head's end hold anything.
-        if (own[r] < head_dim) counts.add(own_counts);
+      for (int q = 0; q < kRowQuads; ++q) {
+        quad[q] = fmaxf(fmaxf(fabsf(x[0][q].x), fabsf(x[0][q].y)),
+                        fmaxf(fabsf(x[0][q].z), fabsf(x[0][q].w)));
       }
+      ThreadCounts own_counts;
+      if (!store_common<Columns>(role, role_of(k),
+                                 numbers_of(x[0], quad, largest[0], odd[0], x_row[0]),
+                                 &own_counts)) {
+        left |= 1 << (2 * k + (i & 1));
+      }
+      // Rows past the head's end hold anything.
+      if (x_row[0] < head_dim) counts.add(own_counts);
+      const auto change = [](auto& a, auto& b) {
+        const auto kept = a;
+        a = b;
+        b = kept;
+      };
+#pragma unroll
+      for (int q = 0; q < kRowQuads; ++q) change(x[0][q], x[1][q]);
+      change(largest[0], largest[1]);
+      change(odd[0], odd[1]);
+      change(x_row[0], x_row[1]);
     }
     if (left != 0) {
       // From a copy, so that no register has to last through the calls.
       float4 kept[2][kRowQuads];
 #pragma unroll
-      for (int i = 0; i < kRowQuads; ++i) kept[0][i] = v[0][i], kept[1][i] = v[1][i];
+      for (int i = 0; i < kRowQuads; ++i) kept[0][i] = x[0][i], kept[1][i] = x[1][i];
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int k = __ffs(left) > 2 ? 1 : 0, r = (__ffs(left) - 1) & 1;

@@ -233,12 +233,19 @@ struct TileCopies {
   Source source;
   int step = 0, place = 0;
 
-  __device__ TileCopies(const TileShare& share, int warp, int warps, const Source& from)
+  /// Those of the first tiles begin; none where the warp does not take tiles.
+  __device__ TileCopies(const TileShare& share, int warp, int warps, const Source& from, bool takes)
       : walk(share, warp, warps), source(from) {
-    walk.move();
-    if (walk.runs.now.real()) source.enter(walk.runs.now);
+    if (takes) {
+      walk.move();
+      if (walk.runs.now.real()) source.enter(walk.runs.now);
+    }
 #pragma unroll 1
     for (int i = 0; i + 1 < kPlaces; ++i) begin();
+  }
+  /// Waits for what was asked for before the first copies.
+  __device__ void wait_before() const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPlaces - 1) : "memory");
   }
   /// Begins the next copy.
   __device__ void begin() {
@@ -272,12 +279,6 @@ struct RunSource {
   __device__ void enter(const TileRun& next) { run = next; }
   __device__ void copy(int tile, int step, int place) const { body(run, tile, step, place); }
 };
-
-/// Waits for what was asked for before the first copies of a ring.
-template <int kPlaces>
-__device__ __forceinline__ void wait_before_ring() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPlaces - 1) : "memory");
-}
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
@@ -404,6 +405,7 @@ struct PreparedPlaces {
 /// Those who prepare together: the whole block (0), or some warps of it, the last ones.
 template <int kWarps>
 struct Team {
+  static constexpr bool kIsWarp = kWarps == 1;
   static __device__ int size() { return kWarps == 0 ? static_cast<int>(blockDim.x) : 32 * kWarps; }
   static __device__ int rank() {
     return static_cast<int>(threadIdx.x) -

@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(threads_of(kMostRows))
     const GdnDecodeStep& step = p.units.step;
     const std::byte* from =
         p.states.recurrence + place.row * p.states.row_stride + place.head * p.states.head_stride;
+#pragma unroll 1
     for (int i = tid; i < static_cast<int>(p.packed / 16); i += threads)
       copy_async(shared + at.state + 16 * state.place(i), from + 16 * i);
     constexpr int kEach = Unit::kEach, kKeyChunks = Unit::kKeyChunks;
@@ -107,26 +108,33 @@ __global__ void __launch_bounds__(threads_of(kMostRows))
       return j == last ? static_cast<const Act*>(now) + place.row * stride
                        : static_cast<const Act*>(ring) + unit.slot(j) * stride;
     };
+#pragma unroll 1
     for (int i = tid; i < n * kKeyChunks; i += threads) {
       const int j = i / kKeyChunks;
       copy_async(shared + at.raw_keys + 16 * i,
                  record(step.k, step.ring_k, unit.k_stride(), j) + key + i % kKeyChunks * kEach);
     }
+#pragma unroll 1
     for (int i = tid; i < kKeyChunks; i += threads) {
       copy_async(shared + at.raw_query + 16 * i,
                  static_cast<const Act*>(step.q) + place.row * unit.k_stride() + key + i * kEach);
     }
+#pragma unroll 1
     for (int j = first + warp; j < n; j += warps) {
       const Act* v = record(step.v, step.ring_v, unit.v_stride(), j) + value;
+#pragma unroll 1
       for (int i = lane; i < value_dim / kEach; i += 32)
         copy_async(shared + at.v + (j * value_dim + i * kEach) * sizeof(Act), v + i * kEach);
     }
+#pragma unroll 1
     for (int j = warp; j < first; j += warps) {
       const std::byte* u = static_cast<const std::byte*>(step.ring_u) +
                            (unit.slot(j) * unit.v_stride() + value) * u_size;
+#pragma unroll 1
       for (int i = lane; i < value_dim * u_size / 16; i += 32)
         copy_async(shared + at.us + j * value_dim * u_size + 16 * i, u + 16 * i);
     }
+#pragma unroll 1
     for (int j = tid; j < n; j += threads) {
       const int64_t own = int64_t{place.row} * layer.value_heads + place.head,
                     ring = unit.slot(j) * layer.value_heads + place.head;
@@ -158,6 +166,7 @@ __global__ void __launch_bounds__(threads_of(kMostRows))
     const Unit unit(p.units, TileRun{place.row, place.head / p.units.heads, last, 0, 1});
     finish_copies();
     __syncthreads();
+#pragma unroll 1
     for (int base = 0; base <= n; base += threads / 16) {
       const int j = base + (tid >> 4);
       float value[Unit::kN16];
@@ -180,6 +189,7 @@ __global__ void __launch_bounds__(threads_of(kMostRows))
     }
     __syncthreads();
     // k_t . k_j (j < t) with its decay, a chain each, at [j, t].
+#pragma unroll 1
     for (int i = tid; i < (n - first) * kRowRecords; i += threads) {
       const int t = first + i / kRowRecords, j = i % kRowRecords;
       if (j >= t) continue;

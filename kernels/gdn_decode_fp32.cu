@@ -62,15 +62,6 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     const Unit unit(p.units, walk.runs.now);
     unit.template copy_inputs<Team<0>>(at, shared);
     commit_copies();
-    if (warp == warps) {
-      finish_copies();
-      __syncthreads();
-      unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
-      prepared.fill(0);
-      Unit::template prepare_runs<1>(
-          p.units, at, walk.runs, prepared, shared, [](const Unit&, std::byte*) {}, [](int) {});
-      return;
-    }
   }
   const auto placed = [](unsigned r, unsigned chunk) {
     return (r >> 1) * kPair + (r & 1u) * (4 * kKeyDim) + 16 * chunk;
@@ -88,12 +79,18 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template copy_corrections<kTileRows>(first, to + kPlaced);
     unit.template copy_v<kTileRows>(first, to + kPlaced + kTileRows * window * u_bytes);
   };
-  TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
-  wait_before_ring<kPlaces>();
+  TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy},
+                                                           warp < warps);
+  copies.wait_before();
   __syncthreads();
   {
     const Unit unit(p.units, walk.runs.now);
     unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
+  }
+  if (warp == warps) {
+    Unit::template prepare_runs<1>(
+        p.units, at, walk.runs, prepared, shared, [](const Unit&, std::byte*) {}, [](int) {});
+    return;
   }
 
   const float* keys = reinterpret_cast<const float*>(shared + at.keys);

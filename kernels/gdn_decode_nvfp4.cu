@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   };
   const auto split = [&](int run) {
     if constexpr (kWhole) {
+#pragma unroll 1
       for (int v = 0; v < 2; ++v) digits(run, v).split(p.element);
     }
   };
@@ -94,17 +95,6 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template copy_inputs<Team<0>>(at, shared);
     scales(Team<0>(), unit, shared);
     commit_copies();
-    if (warp == warps) {
-      finish_copies();
-      __syncthreads();
-      unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
-      split(0);
-      prepared.fill(0);
-      Unit::template prepare_runs<1>(
-          p.units, at, walk.runs, prepared, shared,
-          [&](const Unit& next, std::byte* place) { scales(Team<1>(), next, place); }, split);
-      return;
-    }
   }
   const auto copy = [&](const TileRun& run, int tile, int, int place) {
     const Unit unit(p.units, run);
@@ -128,12 +118,19 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template copy_v<kTileRows>(first, to + kCodeBytes + kScaleBytes);
     unit.template copy_corrections<kTileRows>(first, to + kCodeBytes + kScaleBytes + kVBytes);
   };
-  TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
-  wait_before_ring<kPlaces>();
+  TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy},
+                                                           warp < warps);
+  copies.wait_before();
   __syncthreads();
   {
     const Unit unit(p.units, walk.runs.now);
     unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
+  }
+  if (warp == warps) {
+    Unit::template prepare_runs<1>(
+        p.units, at, walk.runs, prepared, shared,
+        [&](const Unit& next, std::byte* place) { scales(Team<1>(), next, place); }, split);
+    return;
   }
 
   int place = 0;

@@ -21,13 +21,14 @@ struct GdnUnits {
 
 /// Shared memory in bytes.
 struct GdnUnitLayout {
-  int k_row;  // floats
+  int k_row, raw_row;  // floats, activations
   // Of a unit, twice. Of a head: records, then the checkpoint's.
   int key, query, key_weights, query_weights, fold_weights, beta, scale, unit;
-  int raw_keys, raw_query, decay, raw_beta, keys, dots, end;
+  int raw, decay, keys, dots, end;
 
   __host__ __device__ GdnUnitLayout(int key_dim, int window, int heads, int act_bytes) {
     k_row = key_dim + 4;
+    raw_row = key_dim + 16 / act_bytes;
     int at = 0;
     const auto take = [&at](int bytes) {
       const int from = at;
@@ -43,10 +44,8 @@ struct GdnUnitLayout {
     scale = take(4 * heads);
     unit = at;
     at *= 2;
-    raw_keys = take(window * key_dim * act_bytes);
-    raw_query = take(key_dim * act_bytes);
-    decay = take(4 * window * heads);
-    raw_beta = take(4 * heads);
+    raw = take((window + 1) * raw_row * act_bytes);  // keys, query
+    decay = take(4 * (window + 1) * heads);          // of the records, beta
     keys = take(4 * window * k_row);
     dots = take(8 * window);
     end = at;
@@ -77,28 +76,28 @@ struct GdnUnit {
     const int tid = Team::rank(), threads = Team::size();
     const Divisor heads = p.heads;
     const int64_t slot = this->slot(0), own = row * k_stride() + key_head * kKeyDim;
-    const Act* key = static_cast<const Act*>(p.step.k) + own;
-    const Act* ring_k =
-        static_cast<const Act*>(p.step.ring_k) + slot * k_stride() + key_head * kKeyDim;
-    for (int i = tid; i < (t + 1) * kKeyChunks; i += threads) {
+    const Act *key = static_cast<const Act*>(p.step.k) + own,
+              *query = static_cast<const Act*>(p.step.q) + own,
+              *ring_k =
+                  static_cast<const Act*>(p.step.ring_k) + slot * k_stride() + key_head * kKeyDim;
+#pragma unroll 1
+    for (int i = tid; i < (t + 2) * kKeyChunks; i += threads) {
       const int j = i / kKeyChunks;
-      copy_async(shared + at.raw_keys + 16 * i,
-                 (j == t ? key : ring_k + j * k_stride()) + i % kKeyChunks * kEach);
+      copy_async(shared + at.raw + 16 * (i + j), (j < t    ? ring_k + j * k_stride()
+                                                  : j == t ? key
+                                                           : query) +
+                                                     i % kKeyChunks * kEach);
     }
-    for (int i = tid; i < kKeyChunks; i += threads) {
-      copy_async(shared + at.raw_query + 16 * i,
-                 static_cast<const Act*>(p.step.q) + own + i * kEach);
-    }
-    const float* decay = p.step.decay_log2 + int64_t{row} * p.layer.value_heads + head0;
-    const float* ring_decay = p.step.ring_decay + slot * p.layer.value_heads + head0;
-    for (int i = tid; i < (t + 1) * heads; i += threads) {
+    const int64_t first = int64_t{row} * p.layer.value_heads + head0;
+    const float *decay = p.step.decay_log2 + first, *beta = p.step.beta + first,
+                *ring_decay = p.step.ring_decay + slot * p.layer.value_heads + head0;
+#pragma unroll 1
+    for (int i = tid; i < (t + 2) * heads; i += threads) {
       const int j = i / heads;
-      copy_word(shared + at.decay + 4 * i,
-                (j == t ? decay : ring_decay + j * p.layer.value_heads) + (i - j * heads));
-    }
-    for (int h = tid; h < heads; h += threads) {
-      copy_word(shared + at.raw_beta + 4 * h,
-                p.step.beta + int64_t{row} * p.layer.value_heads + head0 + h);
+      copy_word(shared + at.decay + 4 * i, (j < t    ? ring_decay + j * p.layer.value_heads
+                                            : j == t ? decay
+                                                     : beta) +
+                                               (i - j * heads));
     }
   }
 
@@ -119,6 +118,35 @@ struct GdnUnit {
     for (int m = 0; m < kN16; ++m) value[m] = value[m] * factor;
   }
 
+  /// The same by one warp with two threads a row, 16 apart, that have every second eight elements
+  /// of it: from `x` to `to`, the first of them; `to` may be null.
+  static __device__ __forceinline__ void normalise_halves(const Act* x, float scale, float* to) {
+    float sum[8] = {}, value[8];
+#pragma unroll 2
+    for (int m = 0; m < kN16; ++m) {
+      load_eight(x + 16 * m, value);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum[e] = __fmaf_rn(value[e], value[e], sum[e]);
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum[e] = sum[e] + __shfl_xor_sync(0xFFFFFFFFu, sum[e], 16);
+#pragma unroll
+    for (int d = 4; d > 0; d >>= 1) {
+#pragma unroll
+      for (int e = 0; e < d; ++e) sum[e] = sum[e] + sum[e + d];
+    }
+    const float factor = scale / sqrtf(sum[0] + 1e-6f);
+    if (to == nullptr) return;
+#pragma unroll 2
+    for (int m = 0; m < kN16; ++m) {
+      load_eight(x + 16 * m, value);
+      store4(to + 16 * m, make_float4(value[0] * factor, value[1] * factor, value[2] * factor,
+                                      value[3] * factor));
+      store4(to + 16 * m + 4, make_float4(value[4] * factor, value[5] * factor, value[6] * factor,
+                                          value[7] * factor));
+    }
+  }
+
   /// With `append` the token's k, decay and beta go to the ring. Makes normalised keys and query,
   /// and of every record the negative weight of its u in this token's u, its weight in the output
   /// and its decay, from inputs that have come; ends with the team's barrier.
@@ -127,8 +155,7 @@ struct GdnUnit {
                           std::byte* shared) const {
     const int tid = Team::rank(), threads = Team::size();
     const Divisor heads = p.heads;
-    const Act* raw_keys = reinterpret_cast<const Act*>(shared + at.raw_keys);
-    const Act* raw_query = reinterpret_cast<const Act*>(shared + at.raw_query);
+    const Act* raw = reinterpret_cast<const Act*>(shared + at.raw);
     const float* decays = reinterpret_cast<const float*>(shared + at.decay);
     float* keys = reinterpret_cast<float*>(shared + at.keys);
     float* dots = reinterpret_cast<float*>(shared + at.dots);
@@ -138,8 +165,9 @@ struct GdnUnit {
     float* key_weights = reinterpret_cast<float*>(unit + at.key_weights);
     float* query_weights = reinterpret_cast<float*>(unit + at.query_weights);
     float* fold_weights = reinterpret_cast<float*>(unit + at.fold_weights);
+#pragma unroll 1
     for (int h = tid; h < heads; h += threads) {
-      const float beta = reinterpret_cast<const float*>(shared + at.raw_beta)[h];
+      const float beta = decays[(t + 1) * heads + h];
       betas[h] = beta;
       if (append) {
         const int64_t to = slot(t) * p.layer.value_heads + head0 + h;
@@ -148,42 +176,55 @@ struct GdnUnit {
       }
     }
     if (append) {
+      Act* to = static_cast<Act*>(p.step.ring_k) + slot(t) * k_stride() + key_head * kKeyDim;
+#pragma unroll 1
       for (int i = tid; i < kKeyChunks; i += threads) {
-        Act* to = static_cast<Act*>(p.step.ring_k) + slot(t) * k_stride() + key_head * kKeyDim;
         *reinterpret_cast<uint4*>(to + i * kEach) =
-            *reinterpret_cast<const uint4*>(raw_keys + t * kKeyDim + i * kEach);
+            *reinterpret_cast<const uint4*>(raw + t * at.raw_row + i * kEach);
       }
     }
-    // Normalised keys of the window and, as the last row, the query; sixteen threads a row.
+    // Normalised keys of the window and, as the last row, the query.
+    if constexpr (Team::kIsWarp) {
+#pragma unroll 1
+      for (int base = 0; base < t + 2; base += 16) {
+        const int i = base + (tid & 15), j = min(i, t + 1), part = tid >> 4 << 3;
+        const Act* x = raw + j * at.raw_row + part;
+        float* to = i > t + 1 ? nullptr : (j <= t ? keys + j * at.k_row : query) + part;
+        normalise_halves(x, j <= t ? 1.0f : p.query_scale, to);
+      }
+    } else {
 #pragma unroll 2
-    for (int base = 0; base < t + 2; base += threads / 16) {
-      const int part = tid & 15, i = base + (tid >> 4), j = min(i, t + 1);
-      float value[kN16];
-      normalise(j <= t ? raw_keys + j * kKeyDim : raw_query, j <= t ? 1.0f : p.query_scale, value);
-      if (i > t + 1) continue;
-      float* to = j <= t ? keys + j * at.k_row : query;
+      for (int base = 0; base < t + 2; base += threads / 16) {
+        const int part = tid & 15, i = base + (tid >> 4), j = min(i, t + 1);
+        float value[kN16];
+        normalise(raw + j * at.raw_row, j <= t ? 1.0f : p.query_scale, value);
+        if (i > t + 1) continue;
+        float* to = j <= t ? keys + j * at.k_row : query;
 #pragma unroll
-      for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m];
-      if (j != t) continue;
-#pragma unroll
-      for (int m = 0; m < kN16; ++m) key[part + 16 * m] = value[m];
+        for (int m = 0; m < kN16; ++m) to[part + 16 * m] = value[m];
+      }
     }
     Team::meet();
+#pragma unroll 1
+    for (int i = tid; i < kKeyDim / 4; i += threads)
+      store4(key + 4 * i, load4(keys + t * at.k_row + 4 * i));
     // k_t . k_j and q_t . k_j, one chain a thread, by the first warps; decays by the others.
     const int records = (t + 16) / 16, dot_threads = 32 * records < threads ? 32 * records : 0;
+#pragma unroll 1
     for (int i = tid; i < 32 * records; i += threads) {
       const int j = i / 32 * 16 + (i & 15), side = i >> 4 & 1;
-      const float *a = side == 1 ? query : key, *b = keys + min(j, t) * at.k_row;
+      const float *a = side == 1 ? query : keys + t * at.k_row, *b = keys + min(j, t) * at.k_row;
       float sum = 0.0f;
-#pragma unroll 8
+#pragma unroll 4
       for (int n = 0; n < kKeyDim; n += 4) sum = chain(load4(a + n), load4(b + n), sum);
       if (j <= t) dots[side * p.window + j] = sum;
     }
+#pragma unroll 1
     for (int i = tid - dot_threads; i < (t + 2) * heads; i += threads - dot_threads) {
       if (i < 0) continue;
       const int j = i / heads, h = i - j * heads;
       float exponent = 0.0f;
-#pragma unroll 4
+#pragma unroll 2
       for (int k = j == t + 1 ? 0 : j + 1; k <= t; ++k) exponent = exponent + decays[k * heads + h];
       const float weight = exp2_ordered(exponent);
       if (j <= t) {
@@ -194,6 +235,7 @@ struct GdnUnit {
       }
     }
     Team::meet();
+#pragma unroll 1
     for (int i = tid; i < (t + 1) * heads; i += threads) {
       const int j = i / heads, h = i - j * heads;
       const float weight = fold_weights[h * p.window + j];
@@ -202,30 +244,30 @@ struct GdnUnit {
     }
     Team::meet();
   }
-  /// The warps that prepare, the block's last kWarps: what a block needs for its second run and
-  /// all further ones. `scales(unit, place)` adds what else a unit needs, `finish(run)` comes when
-  /// all else is there.
+  /// The warps that prepare, the block's last kWarps: what a block needs for all its runs, once the
+  /// whole block has prepared the first one. `scales(unit, place)` adds what else a unit needs,
+  /// `finish(run)` comes when all else is there.
   template <int kWarps, class Scales, class Finish>
   static __device__ void prepare_runs(const GdnUnits& units, const GdnUnitLayout& at,
                                       TileRuns& runs, const PreparedPlaces& prepared,
                                       std::byte* shared, Scales&& scales, Finish&& finish) {
-    // A fold reads the keys of the window where they were prepared.
-    bool fold = runs.now.t + 1 == units.window;
-    runs.move();
-    if (runs.now.real()) GdnUnit(units, runs.now).template copy_inputs<Team<kWarps>>(at, shared);
-    for (int run = 1; runs.now.real(); ++run) {
+#pragma unroll 1
+    for (int run = 0;;) {
+      finish(run);
+      prepared.fill(run);
+      // A fold reads the keys of the window where they were prepared.
+      const bool fold = runs.now.t + 1 == units.window;
+      runs.move();
+      if (!runs.now.real()) return;
       const GdnUnit unit(units, runs.now);
+      unit.template copy_inputs<Team<kWarps>>(at, shared);
+      ++run;
       prepared.wait_emptied(fold ? run - 1 : run - 2);
       std::byte* place = shared + (run & 1) * at.unit;
       scales(unit, place);
       finish_copies();
       Team<kWarps>::meet();
-      fold = unit.t + 1 == units.window;
-      unit.template prepare<Team<kWarps>>(at, !fold, place, shared);
-      finish(run);
-      prepared.fill(run);
-      runs.move();
-      if (runs.now.real()) GdnUnit(units, runs.now).template copy_inputs<Team<kWarps>>(at, shared);
+      unit.template prepare<Team<kWarps>>(at, unit.t + 1 < units.window, place, shared);
     }
   }
   __device__ float rounded_beta(float beta) const {

@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
     const Place place = place_of(item);
     const std::byte* from =
         p.states.recurrence + place.row * p.states.row_stride + place.head * p.states.head_stride;
+#pragma unroll 1
     for (int i = 16 * tid; i < static_cast<int>(p.packed); i += 16 * threads)
       copy_async(shared + at.state + i, from + i);
     const int64_t own_x = place.row * x_stride + int64_t{place.head} * head_dim,
@@ -90,16 +91,21 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
                        : static_cast<const Act*>(ring) + first + j * stride;
     };
     const int warp = tid >> 5, warps = threads >> 5, lane = tid & 31;
+#pragma unroll 1
     for (int j = warp; j < window; j += warps) {
       const Act* x = record(p.step.x, p.step.ring_x, own_x, ring_x, x_stride, j);
+#pragma unroll 1
       for (int i = lane; i < head_dim / kEach; i += 32)
         copy_async(shared + at.raw_x + (j * head_dim + i * kEach) * sizeof(Act), x + i * kEach);
       const Act* b = record(p.step.b, p.step.ring_b, own_b, ring_b, b_stride, j);
+#pragma unroll 1
       for (int i = lane; i < kBChunks; i += 32)
         copy_async(shared + at.raw_b + 16 * (j * kBChunks + i), b + i * kEach);
     }
+#pragma unroll 1
     for (int i = tid; i < kBChunks; i += threads)
       copy_async(shared + at.raw_c + 16 * i, static_cast<const Act*>(p.step.c) + own_b + i * kEach);
+#pragma unroll 1
     for (int j = tid; j < window; j += threads) {
       copy_word(shared + at.dt + 4 * j,
                 j == last ? p.step.dt + int64_t{place.row} * layer.heads + place.head
@@ -136,13 +142,16 @@ __global__ void __launch_bounds__(kRowThreads* kMostRows / 2, 2)
     const Act *raw_x = reinterpret_cast<const Act*>(shared + at.raw_x),
               *raw_b = reinterpret_cast<const Act*>(shared + at.raw_b),
               *raw_c = reinterpret_cast<const Act*>(shared + at.raw_c);
+#pragma unroll 1
     for (int i = tid; i < (window + 1) * (kRowColumns / 4); i += threads) {
       const int j = i / (kRowColumns / 4), column = i % (kRowColumns / 4) * 4;
       float* to = reinterpret_cast<float*>(shared + (j < window ? at.b : at.c)) +
                   (j < window ? j * kBRow : 0) + column;
       store4(to, four((j < window ? raw_b + j * kRowColumns : raw_c) + column));
     }
+#pragma unroll 1
     for (int j = tid >> 5; j < window; j += threads >> 5) {
+#pragma unroll 1
       for (int i = (tid & 31) * 4; i < head_dim; i += 128) {
         const float w = weights[j];
         const float4 x = four(raw_x + j * head_dim + i);

@@ -98,19 +98,20 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
     commit_copies();
     unit.template fetch<Team<0>>();
   }
-  if (warp == warps) {
-    Unit::prepare_runs(
-        p.units, at, true, walk.runs, prepared, shared, dots, [](const Unit&, int) {}, [](int) {});
-    return;
-  }
   const auto tile_of = [&](const Unit& unit, int head, int tile) {
     return p.states.recurrence + unit.row * p.states.row_stride + head * p.states.head_stride +
            tile * kTileBytes;
   };
   TileCopies<kPlaces, 1, Source<Act, kStateDim>> copies(
-      share, warp, warps, Source<Act, kStateDim>{p, ring, place_size});
-  Unit(p.units, walk.runs.now)
-      .template prepare<Team<0>>(at, true, shared, dots, wait_before_ring<kPlaces>);
+      share, warp, warps, Source<Act, kStateDim>{p, ring, place_size}, warp < warps);
+  Unit(p.units, walk.runs.now).template prepare<Team<0>>(at, true, shared, dots, [&] {
+    copies.wait_before();
+  });
+  if (warp == warps) {
+    Unit::prepare_runs(
+        p.units, at, true, walk.runs, prepared, shared, dots, [](const Unit&, int) {}, [](int) {});
+    return;
+  }
 
   int place = 0;
   for (int run = 0; walk.runs.now.real(); walk.move(), ++run) {

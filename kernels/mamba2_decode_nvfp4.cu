@@ -158,6 +158,12 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     commit_copies();
     unit.template fetch<Team<0>>();
   }
+  const TileSource<Act, kN16, Launch<Codes>> source(p, ring, place_size);
+  TileCopies<kPlaces, 1, TileSource<Act, kN16, Launch<Codes>>> copies(share, warp, warps, source,
+                                                                      warp < warps);
+  Unit(p.units, walk.runs.now).template prepare<Team<0>>(at, false, shared, dots, [&] {
+    copies.wait_before();
+  });
   if (warp == warps) {
     Unit::prepare_runs(
         p.units, at, false, walk.runs, prepared, shared, dots,
@@ -165,10 +171,6 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
         split);
     return;
   }
-  const TileSource<Act, kN16, Launch<Codes>> source(p, ring, place_size);
-  TileCopies<kPlaces, 1, TileSource<Act, kN16, Launch<Codes>>> copies(share, warp, warps, source);
-  Unit(p.units, walk.runs.now)
-      .template prepare<Team<0>>(at, false, shared, dots, wait_before_ring<kPlaces>);
 
   int place = 0;
   for (int run_index = 0; walk.runs.now.real(); walk.move(), ++run_index) {

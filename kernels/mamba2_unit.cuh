@@ -94,6 +94,7 @@ struct Mamba2Unit {
   template <class Team>
   __device__ void fetch() const {
     constexpr int kLine = 128 / sizeof(Act), kLines = (kStateDim + kLine - 1) / kLine;
+#pragma unroll 1
     for (int i = Team::rank(); i < (t + 2) * kLines; i += Team::size()) {
       const int j = i / kLines;
       asm volatile("prefetch.global.L2 [%0];" ::"l"((j > t ? c() : b_of(j)) + i % kLines * kLine));
@@ -106,10 +107,12 @@ struct Mamba2Unit {
     const Divisor heads = p.unit_heads;
     const float* own_dt = p.step.dt + int64_t{row} * p.layer.heads + head0;
     const float* ring_dt = p.step.ring_dt + slot(0) * p.layer.heads + head0;
+#pragma unroll 1
     for (int i = tid; i < (t + 1) * heads; i += threads) {
       const int j = i / heads, h = i - j * heads;
       copy_word(unit + at.dt + 4 * i, (j == t ? own_dt : ring_dt + int64_t{j} * p.layer.heads) + h);
     }
+#pragma unroll 1
     for (int h = tid; h < heads; h += threads) {
       copy_word(unit + at.decay + 4 * h, p.layer.decay_log2 + head0 + h);
       if (p.layer.skip) copy_word(unit + at.skip + 4 * h, p.layer.skip + head0 + h);
@@ -139,6 +142,7 @@ struct Mamba2Unit {
       }
     } else {
       // B_j . C_t, four threads a record.
+#pragma unroll 1
       for (int base = 0; base <= t; base += threads / 4) {
         const int record = base + tid / 4, j = min(record, t);
         const Act* b = b_of(j);
@@ -150,10 +154,12 @@ struct Mamba2Unit {
         if (record <= t && part == 0) dots[j] = product;
       }
     }
+#pragma unroll 1
     for (int i = tid; i < kStateDim / 4; i += threads)
       store4(reinterpret_cast<float*>(unit + at.c) + 4 * i, four(act_c + 4 * i));
     if (append && head0 % p.group_heads == 0) {
       Act* to = static_cast<Act*>(p.step.ring_b) + slot(t) * b_stride() + group * kStateDim;
+#pragma unroll 1
       for (int i = tid; i < kChunks; i += threads) {
         *reinterpret_cast<uint4*>(to + i * kEach) =
             *reinterpret_cast<const uint4*>(b_of(t) + i * kEach);
@@ -162,15 +168,17 @@ struct Mamba2Unit {
     wait();
     Team::meet();
     if (append) {
+#pragma unroll 1
       for (int h = tid; h < heads; h += threads)
         ring_dt[int64_t{t} * p.layer.heads + h] = dts[t * heads + h];
     }
+#pragma unroll 1
     for (int i = tid; i < (t + 2) * heads; i += threads) {
       const int j = i / heads, h = i - j * heads;
       const bool carry = j == t + 1;
       const float decay = decays[h];
       float exponent = 0.0f;
-#pragma unroll 4
+#pragma unroll 2
       for (int k = carry ? 0 : j + 1; k <= t; ++k) exponent = exponent + dts[k * heads + h] * decay;
       float weight = exp2_ordered(exponent);
       if (!carry) weight = weight * dts[j * heads + h];
@@ -179,30 +187,28 @@ struct Mamba2Unit {
     }
     Team::meet();
   }
-  /// The warp that prepares, the block's last one: what a block needs for all of its runs; the
-  /// first one's inputs have been asked for. `copy(unit, run)` begins to copy what else a unit
+  /// The warp that prepares, the block's last one: what a block needs for all its runs, once the
+  /// whole block has prepared the first one. `copy(unit, run)` begins to copy what else a unit
   /// needs, `finish(run)` comes when all is there.
   template <class Copy, class Finish>
   static __device__ void prepare_runs(const Mamba2Units& units, const Mamba2UnitLayout& at,
                                       bool folds, TileRuns& runs, const PreparedPlaces& prepared,
                                       std::byte* shared, float* dots, Copy&& copy,
                                       Finish&& finish) {
-    Mamba2Unit(units, runs.now).template prepare<Team<0>>(at, folds, shared, dots, finish_copies);
-    const auto next = [&](int run) {
+#pragma unroll 1
+    for (int run = 0;;) {
       finish(run);
       prepared.fill(run);
       runs.move();
-      if (runs.now.real()) Mamba2Unit(units, runs.now).template fetch<Team<1>>();
-    };
-    next(0);
-    for (int run = 1; runs.now.real(); ++run) {
+      if (!runs.now.real()) return;
       const Mamba2Unit unit(units, runs.now);
+      unit.template fetch<Team<1>>();
+      ++run;
       prepared.wait_emptied(run - 2);
       std::byte* place = shared + (run & 1) * at.unit;
       copy(unit, run);
       unit.template copy_inputs<Team<1>>(at, place);
       unit.template prepare<Team<1>>(at, folds, place, dots, finish_copies);
-      next(run);
     }
   }
 };
