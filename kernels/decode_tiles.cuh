@@ -4,7 +4,8 @@
 // rows that flush and of the others, runs of tiles of neighbouring units. Most of its warps take
 // the tiles in turn, each with a ring of tiles of its own that are copied behind its back across
 // units; the others prepare what the next unit needs beside its checkpoints meanwhile, so that
-// nobody waits for it but at the start.
+// nobody waits for it but at the start. What is done once a unit is in loops that are not unrolled,
+// and there once a kernel: the instruction cache holds little (reports/BENCHMARKS.md).
 #pragma once
 
 #include <algorithm>
