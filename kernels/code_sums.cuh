@@ -95,7 +95,7 @@ template <int kN16, int kDigits>
 struct DigitVector {
   static constexpr int kColumns = 16 * kN16, kPlane = kColumns + 32,
                        kSumBytes = 32 * kDigits * kN16;
-  static constexpr int kBytes = 4 * kPlane + kSumBytes + 32;  // from a multiple of 32 on
+  static constexpr int kBytes = 4 * kPlane + kSumBytes + 32;  // a multiple of 32, as of the zeros
   const float* numbers;
   std::byte* digits;
 

@@ -4,9 +4,11 @@
 // DecodeStates::sums_freely), after the inputs have been rounded to the activation type.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 
 #include "kernels/gdn.h"
 #include "kernels/mamba2.h"
@@ -41,13 +43,20 @@ struct DecodeStates {
   bool streamed = false;  // by the kernels for many checkpoints however few they are (tests)
 };
 
+/// Whether arrays start on multiples of 16 bytes.
+inline bool on_16_bytes(std::initializer_list<const void*> arrays) {
+  return std::all_of(arrays.begin(), arrays.end(),
+                     [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; });
+}
+
 /// Plain FP32 checkpoints of so many bytes a call and fewer have kernels that do not stream them
 /// (mamba2_decode_few.cu for windows of up to 32, gdn_decode_few.cu); results are the same.
 constexpr int64_t kFewMamba2Bytes = int64_t{128} << 20, kFewGdnBytes = int64_t{24} << 20;
 
 /// One token of every row. x, y [rows, heads, head_dim], b, c [rows, groups, state_dim] in
 /// `activation`, dt [rows, heads] FP32; rings x [rows, window, heads, head_dim], b [rows, window,
-/// groups, state_dim], dt [rows, window, heads] of the same types.
+/// groups, state_dim], dt [rows, window, heads] of the same types. Those of the activation type
+/// start on multiples of 16 bytes.
 struct Mamba2DecodeStep {
   RecordType activation = RecordType::bf16;
   const void* x = nullptr;
@@ -61,9 +70,10 @@ struct Mamba2DecodeStep {
 };
 
 /// Queues one token in `stream`. Throws std::invalid_argument for a state_dim that is no multiple
-/// of 16, for formats whose scale spans the layer, that are prepared (transforms, zero points,
-/// column scales), keep a residual or belong to a library (mamba2_advance_cuda takes those it can),
-/// and for missing arrays.
+/// of 16, a head_dim that is none of 8, for formats whose scale spans the layer, that are prepared
+/// (transforms, zero points, column scales), keep a residual or belong to a library
+/// (mamba2_advance_cuda takes those it can), and for arrays that are missing or not on a multiple
+/// of 16 bytes.
 void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
                         const DecodeStates& states, const Mamba2DecodeStep& step,
                         CudaStream stream = nullptr);
@@ -71,8 +81,9 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
 /// One token of every row of a GDN layer. q, k [rows, key_heads, key_dim], v, o [rows, value_heads,
 /// value_dim] in `activation`; decay_log2, beta [rows, value_heads] FP32; rings k, v, decay_log2,
 /// beta of the same types and u [rows, window, value_heads, value_dim] of the plan's ring_u, each
-/// [rows, window, ...]. The ring's u are those that earlier steps made (or gdn_advance): where they
-/// are what GdnFold::rederive would give again, a flush takes them as they are.
+/// [rows, window, ...]; those of the activation type, and u, start on multiples of 16 bytes. The
+/// ring's u are those that earlier steps made (or gdn_advance): where they are what
+/// GdnFold::rederive would give again, a flush takes them as they are.
 struct GdnDecodeStep {
   RecordType activation = RecordType::bf16;
   const void* q = nullptr;
@@ -89,7 +100,7 @@ struct GdnDecodeStep {
 };
 
 /// As mamba2_decode_cuda, for GDN (no decay a channel) with key_dim a multiple of 16 and value_dim
-/// a multiple of 4.
+/// a multiple of 8.
 void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,
                      const DecodeStates& states, const GdnDecodeStep& step,
                      CudaStream stream = nullptr);

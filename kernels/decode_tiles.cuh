@@ -3,9 +3,9 @@
 // one row) of tiles (a few rows of a head). Every block takes an equal share of the tiles of the
 // rows that flush and of the others, runs of tiles of neighbouring units. Most of its warps take
 // the tiles in turn, each with a ring of tiles of its own that are copied behind its back across
-// units; the others prepare what the next unit needs beside its checkpoints meanwhile, so that
-// nobody waits for it but at the start. What is done once a unit is in loops that are not unrolled,
-// and there once a kernel: the instruction cache holds little (reports/BENCHMARKS.md).
+// units; the last one prepares what the next unit needs beside its checkpoints meanwhile, so that
+// nobody waits for it but at the start. Its code is hardly unrolled and there once, beside that of
+// the whole block for the first unit: the instruction cache holds little (reports/BENCHMARKS.md).
 #pragma once
 
 #include <algorithm>
@@ -226,13 +226,13 @@ struct TileWalk {
   }
 };
 
-/// A warp's copies: tile after tile, each in kSteps parts, into the places of its ring. `source`
-/// enters runs and copies parts of their tiles: enter(run), copy(tile, step, place).
-template <int kPlaces, int kSteps, class Source>
+/// A warp's copies: tile after tile into the places of its ring. `source` enters runs and copies
+/// their tiles: enter(run), copy(tile, place).
+template <int kPlaces, class Source>
 struct TileCopies {
   TileWalk walk;
   Source source;
-  int step = 0, place = 0;
+  int place = 0;
 
   /// Those of the first tiles begin; none where the warp does not take tiles.
   __device__ TileCopies(const TileShare& share, int warp, int warps, const Source& from, bool takes)
@@ -255,12 +255,9 @@ struct TileCopies {
       walk.move();
       if (run.real()) source.enter(run);
     }
-    if (run.real()) source.copy(walk.tile, step, place);
+    if (run.real()) source.copy(walk.tile, place);
     commit_copies();
-    if (++step == kSteps) {
-      step = 0;
-      walk.tile += walk.warps;
-    }
+    walk.tile += walk.warps;
     if (++place == kPlaces) place = 0;
   }
   /// Waits for the oldest copy, and for what was asked for before it; its place is free once the
@@ -271,14 +268,14 @@ struct TileCopies {
   }
 };
 
-/// A source of copies that keeps nothing of a run: body(run, tile, step, place).
+/// A source of copies that keeps nothing of a run: body(run, tile, place).
 template <class Body>
 struct RunSource {
   Body body;
   TileRun run = {};
 
   __device__ void enter(const TileRun& next) { run = next; }
-  __device__ void copy(int tile, int step, int place) const { body(run, tile, step, place); }
+  __device__ void copy(int tile, int place) const { body(run, tile, place); }
 };
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
@@ -377,14 +374,14 @@ struct TilePieces {
   }
 };
 
-/// What is prepared for a run of a block lies in one of two places: `filled` by the warps that
-/// prepare, `emptied` by those that take tiles. Runs are counted from 0.
+/// What is prepared for a run of a block lies in one of two places: `filled` by the warp that
+/// prepares, `emptied` by those that take tiles. Runs are counted from 0.
 struct PreparedPlaces {
   uint64_t* barriers;  // [4] in shared memory: filled, emptied
 
-  /// Warps that prepare, that take tiles.
-  static __device__ void init(uint64_t* barriers, int preparing, int taking) {
-    for (int i = 0; i < 4; ++i) init_barrier(barriers + i, 32 * (i < 2 ? preparing : taking));
+  /// `taking`: the warps that take tiles.
+  static __device__ void init(uint64_t* barriers, int taking) {
+    for (int i = 0; i < 4; ++i) init_barrier(barriers + i, 32 * (i < 2 ? 1 : taking));
   }
   /// By a whole warp.
   __device__ void fill(int run) const { arrive(barriers + (run & 1)); }
@@ -531,7 +528,7 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
 
 /// The same sizes and plans where the checkpoints are few enough for the time of one to count
 /// (kFewMamba2Bytes, kFewGdnBytes). False where they are not, or the window is
-/// too long, or C is not on a multiple of 16 bytes; the callers have checked the rest.
+/// too long; the callers have checked the rest.
 bool mamba2_decode_few(const Mamba2Layer& layer, const HeadPlan& plan, const DecodeRows& rows,
                        const DecodeStates& states, const Mamba2DecodeStep& step, CudaStream stream);
 bool gdn_decode_few(const GdnLayer& layer, const HeadPlan& plan, const DecodeRows& rows,

@@ -540,6 +540,8 @@ void gdn_decode_cuda(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
       !step.ring_beta) {
     refuse("an array is null");
   }
+  if (!on_16_bytes({step.q, step.k, step.v, step.o, step.ring_k, step.ring_v, step.ring_u}))
+    refuse("an array is not on a multiple of 16 bytes");
   if (gdn_decode_fp32(layer, plan, rows, states, step, stream)) return;
   std::vector<RandomKey> heads(static_cast<size_t>(layer.value_heads));
   for (int h = 0; h < layer.value_heads; ++h) {

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   std::byte* ring = shared + at.end + warp * ring_bytes(place_size);
   TilePieces<kPlaces> pieces(ring + kPlaces * place_size);
   if (warp < warps) pieces.init();
-  if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
+  if (tid == 0) PreparedPlaces::init(barriers, warps);
   const TileShare share(p.work, shared + at.end + warps * ring_bytes(place_size));
   const PreparedPlaces prepared{barriers};
   TileWalk walk(share, warp, warps);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   const auto placed = [](unsigned r, unsigned chunk) {
     return (r >> 1) * kPair + (r & 1u) * (4 * kKeyDim) + 16 * chunk;
   };
-  const auto copy = [&](const TileRun& run, int tile, int, int place) {
+  const auto copy = [&](const TileRun& run, int tile, int place) {
     const Unit unit(p.units, run);
     const unsigned h = tile / p.head_tiles, head = unit.head0 + h,
                    in_head = tile - static_cast<int>(h) * p.head_tiles;
@@ -79,8 +79,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template copy_corrections<kTileRows>(first, to + kPlaced);
     unit.template copy_v<kTileRows>(first, to + kPlaced + kTileRows * window * u_bytes);
   };
-  TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy},
-                                                           warp < warps);
+  TileCopies<kPlaces, RunSource<decltype(copy)>> copies(share, warp, warps, {copy}, warp < warps);
   copies.wait_before();
   __syncthreads();
   {
@@ -88,8 +87,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
   }
   if (warp == warps) {
-    Unit::template prepare_runs<1>(
-        p.units, at, walk.runs, prepared, shared, [](const Unit&, std::byte*) {}, [](int) {});
+    Unit::prepare_runs(
+        p.units, at, true, walk.runs, prepared, shared, [](const Unit&, std::byte*) {}, [](int) {});
     return;
   }
 
@@ -221,7 +220,7 @@ bool gdn_decode_fp32(const GdnLayer& layer, const HeadPlan& plan, const DecodeRo
   const bool stored = plan.gdn_fold == GdnFold::cached || plan.ring_u == RecordType::fp32;
   if (plan.read || !is_plain_fp32(*plan.recurrence.format) || plan.dot != DotType::fp32 ||
       plan.flush_output != FlushOutput::recurrence || !stored || layer.value_dim % kTileRows != 0 ||
-      (n != 64 && n != 128 && n != 256) || reinterpret_cast<uintptr_t>(step.v) % 16 != 0) {
+      (n != 64 && n != 128 && n != 256)) {
     return false;
   }
   if (gdn_decode_few(layer, plan, rows, states, step, stream)) return true;

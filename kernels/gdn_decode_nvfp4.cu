@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   std::byte* rings = of_sums + Layout::kBytes;
   std::byte* ring = rings + warp * (kPlaces * place_size);
   Layout::clear(of_sums);
-  if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
+  if (tid == 0) PreparedPlaces::init(barriers, warps);
   const TileShare share(p.work, rings + warps * (kPlaces * place_size));
   const PreparedPlaces prepared{barriers};
   TileWalk walk(share, warp, warps);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     scales(Team<0>(), unit, shared);
     commit_copies();
   }
-  const auto copy = [&](const TileRun& run, int tile, int, int place) {
+  const auto copy = [&](const TileRun& run, int tile, int place) {
     const Unit unit(p.units, run);
     const int h = tile / p.head_tiles, head = unit.head0 + h,
               row = (tile - h * p.head_tiles) * kTileRows;
@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template copy_v<kTileRows>(first, to + kCodeBytes + kScaleBytes);
     unit.template copy_corrections<kTileRows>(first, to + kCodeBytes + kScaleBytes + kVBytes);
   };
-  TileCopies<kPlaces, 1, RunSource<decltype(copy)>> copies(share, warp, warps, {copy},
-                                                           warp < warps);
+  TileCopies<kPlaces, RunSource<decltype(copy)>> copies(share, warp, warps, {copy}, warp < warps);
   copies.wait_before();
   __syncthreads();
   {
@@ -127,8 +126,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template prepare<Team<0>>(at, unit.t + 1 < window, shared, shared);
   }
   if (warp == warps) {
-    Unit::template prepare_runs<1>(
-        p.units, at, walk.runs, prepared, shared,
+    Unit::prepare_runs(
+        p.units, at, false, walk.runs, prepared, shared,
         [&](const Unit& next, std::byte* place) { scales(Team<1>(), next, place); }, split);
     return;
   }
@@ -239,8 +238,7 @@ bool gdn_read_nvfp4(const GdnLayer& layer, const HeadPlan& plan, const DecodeRow
   const StateFormat& format = read_format(plan);
   const int n = layer.key_dim;
   const PackedLayout l = packed_layout(format.descriptor, layer.value_dim, n);
-  if ((n != 64 && n != 128 && n != 256) || l.scales % 16 != 0 || layer.value_dim % kTileRows != 0 ||
-      reinterpret_cast<uintptr_t>(step.v) % 16 != 0) {
+  if ((n != 64 && n != 128 && n != 256) || l.scales % 16 != 0 || layer.value_dim % kTileRows != 0) {
     return false;
   }
   return read_codes(format, l, states.sums_freely,

@@ -193,7 +193,7 @@ struct GdnUnit {
         normalise_halves(x, j <= t ? 1.0f : p.query_scale, to);
       }
     } else {
-#pragma unroll 2
+#pragma unroll 1
       for (int base = 0; base < t + 2; base += threads / 16) {
         const int part = tid & 15, i = base + (tid >> 4), j = min(i, t + 1);
         float value[kN16];
@@ -220,8 +220,8 @@ struct GdnUnit {
       if (j <= t) dots[side * p.window + j] = sum;
     }
 #pragma unroll 1
-    for (int i = tid - dot_threads; i < (t + 2) * heads; i += threads - dot_threads) {
-      if (i < 0) continue;
+    for (int i = tid < dot_threads ? (t + 2) * heads : tid - dot_threads; i < (t + 2) * heads;
+         i += threads - dot_threads) {
       const int j = i / heads, h = i - j * heads;
       float exponent = 0.0f;
 #pragma unroll 2
@@ -244,30 +244,30 @@ struct GdnUnit {
     }
     Team::meet();
   }
-  /// The warps that prepare, the block's last kWarps: what a block needs for all its runs, once the
-  /// whole block has prepared the first one. `scales(unit, place)` adds what else a unit needs,
-  /// `finish(run)` comes when all else is there.
-  template <int kWarps, class Scales, class Finish>
-  static __device__ void prepare_runs(const GdnUnits& units, const GdnUnitLayout& at,
+  /// The warp that prepares, the block's last one: what a block needs for all its runs, once the
+  /// whole block has prepared the first one. `folds`: rows that flush are folded, which reads the
+  /// keys of the window where they were prepared. `scales(unit, place)` adds what else a unit
+  /// needs, `finish(run)` comes when all else is there.
+  template <class Scales, class Finish>
+  static __device__ void prepare_runs(const GdnUnits& units, const GdnUnitLayout& at, bool folds,
                                       TileRuns& runs, const PreparedPlaces& prepared,
                                       std::byte* shared, Scales&& scales, Finish&& finish) {
 #pragma unroll 1
     for (int run = 0;;) {
       finish(run);
       prepared.fill(run);
-      // A fold reads the keys of the window where they were prepared.
-      const bool fold = runs.now.t + 1 == units.window;
+      const bool fold = folds && runs.now.t + 1 == units.window;
       runs.move();
       if (!runs.now.real()) return;
       const GdnUnit unit(units, runs.now);
-      unit.template copy_inputs<Team<kWarps>>(at, shared);
+      unit.template copy_inputs<Team<1>>(at, shared);
       ++run;
       prepared.wait_emptied(fold ? run - 1 : run - 2);
       std::byte* place = shared + (run & 1) * at.unit;
       scales(unit, place);
       finish_copies();
-      Team<kWarps>::meet();
-      unit.template prepare<Team<kWarps>>(at, unit.t + 1 < units.window, place, shared);
+      Team<1>::meet();
+      unit.template prepare<Team<1>>(at, unit.t + 1 < units.window, place, shared);
     }
   }
   __device__ float rounded_beta(float beta) const {

@@ -521,6 +521,8 @@ void mamba2_decode_cuda(const Mamba2Layer& layer, const HeadPlan& plan, const De
       !step.ring_x || !step.ring_dt || !step.ring_b) {
     refuse("an array is null");
   }
+  if (!on_16_bytes({step.x, step.b, step.c, step.y, step.ring_x, step.ring_b}))
+    refuse("an array is not on a multiple of 16 bytes");
   if (mamba2_decode_fp32(layer, plan, rows, states, step, stream)) return;
   const StateShape shape{layer.head_dim, layer.state_dim};
   std::vector<RandomKey> heads(static_cast<size_t>(layer.heads));

@@ -197,8 +197,7 @@ bool mamba2_decode_few(const Mamba2Layer& layer, const HeadPlan& plan, const Dec
                        CudaStream stream) {
   const int64_t bytes = int64_t{rows.rows} * layer.heads * layer.head_dim * layer.state_dim * 4;
   if (states.streamed || bytes > kFewMamba2Bytes || plan.window > kMostRecords ||
-      std::max(rows.rows, layer.heads) > kMostPlaces ||
-      reinterpret_cast<uintptr_t>(step.c) % 16 != 0) {
+      std::max(rows.rows, layer.heads) > kMostPlaces) {
     return false;
   }
   const int head_tiles = layer.head_dim / kTileRows;

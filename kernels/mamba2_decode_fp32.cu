@@ -52,7 +52,7 @@ struct Source {
     return unit.x_of(i / kXChunks) + int64_t{unit.head0} * p.units.layer.head_dim +
            i % kXChunks * kEach;
   }
-  __device__ void copy(int tile, int, int place) const {
+  __device__ void copy(int tile, int place) const {
     const int lane = threadIdx.x & 31;
     const std::byte* from = state + tile * int64_t{kTileBytes} + tile / p.head_tiles * p.head_gap;
     std::byte* to = ring + place * place_size;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
   const int tid = threadIdx.x, lane = tid & 31, part = lane & 3, warp = tid >> 5,
             warps = static_cast<int>(blockDim.x >> 5) - 1;
   std::byte* ring = shared + at.end + warp * (kPlaces * place_size);
-  if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
+  if (tid == 0) PreparedPlaces::init(barriers, warps);
   const TileShare share(p.work, shared + at.end + warps * (kPlaces * place_size));
   const PreparedPlaces prepared{barriers};
   float* dots = reinterpret_cast<float*>(shared + at.dots);
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
     return p.states.recurrence + unit.row * p.states.row_stride + head * p.states.head_stride +
            tile * kTileBytes;
   };
-  TileCopies<kPlaces, 1, Source<Act, kStateDim>> copies(
+  TileCopies<kPlaces, Source<Act, kStateDim>> copies(
       share, warp, warps, Source<Act, kStateDim>{p, ring, place_size}, warp < warps);
   Unit(p.units, walk.runs.now).template prepare<Team<0>>(at, true, shared, dots, [&] {
     copies.wait_before();

@@ -55,7 +55,7 @@ struct TileSource {
     records = static_cast<const Act*>(p.units.step.ring_x) +
               uint64_t{row * p.units.window} * width() + first;
   }
-  __device__ void copy(int tile, int, int place) const {
+  __device__ void copy(int tile, int place) const {
     const unsigned thread = threadIdx.x & 31u, own = thread % kRuns, nth = thread / kRuns;
     const int run = min(tile * kRuns + static_cast<int>(own),
                         static_cast<int>(p.units.unit_heads) * p.head_runs - 1);
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
   std::byte* rings = of_sums + Layout::kBytes;
   std::byte* ring = rings + warp * (kPlaces * place_size);
   Layout::clear(of_sums);
-  if (tid == 0) PreparedPlaces::init(barriers, 1, warps);
+  if (tid == 0) PreparedPlaces::init(barriers, warps);
   const TileShare share(p.work, rings + warps * (kPlaces * place_size));
   const PreparedPlaces prepared{barriers};
   float* dots = reinterpret_cast<float*>(shared + at.dots);
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template fetch<Team<0>>();
   }
   const TileSource<Act, kN16, Launch<Codes>> source(p, ring, place_size);
-  TileCopies<kPlaces, 1, TileSource<Act, kN16, Launch<Codes>>> copies(share, warp, warps, source,
-                                                                      warp < warps);
+  TileCopies<kPlaces, TileSource<Act, kN16, Launch<Codes>>> copies(share, warp, warps, source,
+                                                                   warp < warps);
   Unit(p.units, walk.runs.now).template prepare<Team<0>>(at, false, shared, dots, [&] {
     copies.wait_before();
   });

@@ -519,6 +519,7 @@ TEST_CASE("gpu: decode steps that sum freely give the numbers of the chunk kerne
              << ", rows of " << n << (type == RecordType::bf16 ? ", BF16" : ", FP32"));
         compare_mamba2({6, 2, 40, n}, plan, type, {.freely = true});
         compare_gdn({2, 4, 64, n}, plan, type, {.freely = true});
+        if (n == 64) compare_gdn({1, 16, 32, n}, plan, type, {.freely = true});
       }
     }
   }
@@ -591,8 +592,9 @@ TEST_CASE("gpu: mamba2 decode of many FP32 checkpoints has the bits of the chunk
 
 TEST_CASE("gpu: gdn decode of many FP32 checkpoints has the bits of the chunk kernels") {
   if (!gpu() || !host_has_fma()) return;
-  for (GdnSizes sizes : {GdnSizes{8, 16, 128, 128}, GdnSizes{4, 12, 96, 64},
-                         GdnSizes{2, 4, 128, 256}, GdnSizes{4, 8, 48, 128}}) {
+  for (GdnSizes sizes :
+       {GdnSizes{8, 16, 128, 128}, GdnSizes{4, 12, 96, 64}, GdnSizes{2, 4, 128, 256},
+        GdnSizes{4, 8, 48, 128}, GdnSizes{1, 16, 32, 64}}) {
     for (const auto& [window, type] : kManyRowsWindows) {
       INFO("[" << sizes.value_dim << ", " << sizes.key_dim << "], L " << window);
       compare_gdn(sizes, gdn_plan(window, window == 7 ? RecordType::bf16 : RecordType::fp32), type,
@@ -865,5 +867,58 @@ TEST_CASE("gpu: flushes to elements and scales from files have the bits of the c
         }
       }
     }
+  }
+}
+
+TEST_CASE("gpu: decode steps with arrays off a multiple of 16 bytes are refused") {
+  if (!gpu()) return;
+  const DeviceArray<float> memory(4096);
+  float *at = memory.data(), *off = memory.data() + 1;
+  DeviceArray<int32_t> pending(1);
+  DeviceArray<int64_t> position(1);
+  DeviceArray<uint32_t> stream(1);
+  const DecodeRows rows{1, pending.data(), position.data(), stream.data()};
+  const HeadPlan plan = plan_of("fp32", 2);
+  DecodeStates states;
+  states.recurrence = reinterpret_cast<std::byte*>(at);
+  states.row_stride = states.head_stride = 8 * 16 * 4;
+  const auto refused = [](const auto& call) {
+    CHECK_THROWS_WITH_AS(call(), doctest::Contains("an array is not on a multiple of 16 bytes"),
+                         std::invalid_argument);
+  };
+  Mamba2Layer mamba2;
+  mamba2.heads = mamba2.groups = 1;
+  mamba2.head_dim = 8;
+  mamba2.state_dim = 16;
+  mamba2.decay_log2 = at;
+  const Mamba2DecodeStep of_mamba2{RecordType::fp32, at, at, at, at, at, at, at, at};
+  for (const void* Mamba2DecodeStep::*array :
+       {&Mamba2DecodeStep::x, &Mamba2DecodeStep::b, &Mamba2DecodeStep::c}) {
+    Mamba2DecodeStep step = of_mamba2;
+    step.*array = off;
+    refused([&] { mamba2_decode_cuda(mamba2, plan, rows, states, step); });
+  }
+  for (void* Mamba2DecodeStep::*array :
+       {&Mamba2DecodeStep::y, &Mamba2DecodeStep::ring_x, &Mamba2DecodeStep::ring_b}) {
+    Mamba2DecodeStep step = of_mamba2;
+    step.*array = off;
+    refused([&] { mamba2_decode_cuda(mamba2, plan, rows, states, step); });
+  }
+  GdnLayer gdn;
+  gdn.key_heads = gdn.value_heads = 1;
+  gdn.key_dim = 16;
+  gdn.value_dim = 8;
+  const GdnDecodeStep of_gdn{RecordType::fp32, at, at, at, at, at, at, at, at, at, at, at};
+  for (const void* GdnDecodeStep::*array :
+       {&GdnDecodeStep::q, &GdnDecodeStep::k, &GdnDecodeStep::v}) {
+    GdnDecodeStep step = of_gdn;
+    step.*array = off;
+    refused([&] { gdn_decode_cuda(gdn, plan, rows, states, step); });
+  }
+  for (void* GdnDecodeStep::*array : {&GdnDecodeStep::o, &GdnDecodeStep::ring_k,
+                                      &GdnDecodeStep::ring_v, &GdnDecodeStep::ring_u}) {
+    GdnDecodeStep step = of_gdn;
+    step.*array = off;
+    refused([&] { gdn_decode_cuda(gdn, plan, rows, states, step); });
   }
 }
