@@ -37,26 +37,24 @@ __device__ __forceinline__ void store_record(RecordType type, void* x, int64_t a
 
 /// Four neighbouring ones, from a multiple of 4 on.
 __device__ __forceinline__ float4 four(const float* p) { return load4(p); }
+__device__ __forceinline__ float4 four_bf16(uint32_t low, uint32_t high) {
+  return make_float4(__uint_as_float(low << 16), __uint_as_float(low & 0xFFFF0000u),
+                     __uint_as_float(high << 16), __uint_as_float(high & 0xFFFF0000u));
+}
 __device__ __forceinline__ float4 four(const __nv_bfloat16* p) {
   const uint2 u = *reinterpret_cast<const uint2*>(p);
-  return make_float4(__uint_as_float(u.x << 16), __uint_as_float(u.x & 0xFFFF0000u),
-                     __uint_as_float(u.y << 16), __uint_as_float(u.y & 0xFFFF0000u));
+  return four_bf16(u.x, u.y);
 }
 
-/// Eight, from a multiple of 8 on.
-__device__ __forceinline__ void load_eight(const float* p, float (&to)[8]) {
-  const float4 low = load4(p), high = load4(p + 4);
-  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
-  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+/// Eight, from a multiple of 8 on, in two halves.
+__device__ __forceinline__ void load_eight(const float* p, float4* low, float4* high) {
+  *low = load4(p);
+  *high = load4(p + 4);
 }
-__device__ __forceinline__ void load_eight(const __nv_bfloat16* p, float (&to)[8]) {
+__device__ __forceinline__ void load_eight(const __nv_bfloat16* p, float4* low, float4* high) {
   const uint4 u = *reinterpret_cast<const uint4*>(p);
-  const uint32_t words[4] = {u.x, u.y, u.z, u.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    to[2 * i] = __uint_as_float(words[i] << 16);
-    to[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-  }
+  *low = four_bf16(u.x, u.y);
+  *high = four_bf16(u.z, u.w);
 }
 
 __device__ __forceinline__ unsigned shared_address(const void* p) {

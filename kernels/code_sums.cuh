@@ -104,11 +104,10 @@ struct DigitVector {
     return reinterpret_cast<float2*>(digits + 4 * kPlane + kSumBytes);
   }
 
-  /// By a warp, from FP32 `numbers`. Others see it behind a barrier.
+  /// By a warp, from FP32 `numbers` that a barrier lies behind. Others see it behind another.
   __device__ void split(const CodeTable& table) const {
     constexpr int kQuads = kColumns / 4, kEach = (kQuads + 31) / 32;
     const int lane = threadIdx.x & 31;
-    __syncwarp();
     float4 x[kEach];
     uint32_t largest = 0;
 #pragma unroll

@@ -670,16 +670,11 @@ struct FlushRoles {
       }
       // Rows past the head's end hold anything.
       if (x_row[0] < head_dim) counts.add(own_counts);
-      const auto change = [](auto& a, auto& b) {
-        const auto kept = a;
-        a = b;
-        b = kept;
-      };
 #pragma unroll
-      for (int q = 0; q < kRowQuads; ++q) change(x[0][q], x[1][q]);
-      change(largest[0], largest[1]);
-      change(odd[0], odd[1]);
-      change(x_row[0], x_row[1]);
+      for (int q = 0; q < kRowQuads; ++q) std::swap(x[0][q], x[1][q]);
+      std::swap(largest[0], largest[1]);
+      std::swap(odd[0], odd[1]);
+      std::swap(x_row[0], x_row[1]);
     }
     if (left != 0) {
       // From a copy, so that no register has to last through the calls.

@@ -4,11 +4,9 @@
 // DecodeStates::sums_freely), after the inputs have been rounded to the activation type.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <initializer_list>
 
 #include "kernels/gdn.h"
 #include "kernels/mamba2.h"
@@ -42,12 +40,6 @@ struct DecodeStates {
   bool sums_freely = false;
   bool streamed = false;  // by the kernels for many checkpoints however few they are (tests)
 };
-
-/// Whether arrays start on multiples of 16 bytes.
-inline bool on_16_bytes(std::initializer_list<const void*> arrays) {
-  return std::all_of(arrays.begin(), arrays.end(),
-                     [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; });
-}
 
 /// Plain FP32 checkpoints of so many bytes a call and fewer have kernels that do not stream them
 /// (mamba2_decode_few.cu for windows of up to 32, gdn_decode_few.cu); results are the same.

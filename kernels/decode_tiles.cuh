@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
 #include <utility>
 
 #include "kernels/activation.cuh"
@@ -234,10 +235,10 @@ struct TileCopies {
   Source source;
   int place = 0;
 
-  /// Those of the first tiles begin; none where the warp does not take tiles.
-  __device__ TileCopies(const TileShare& share, int warp, int warps, const Source& from, bool takes)
+  /// Those of the first tiles begin; none in a warp behind the `warps` that take tiles.
+  __device__ TileCopies(const TileShare& share, int warp, int warps, const Source& from)
       : walk(share, warp, warps), source(from) {
-    if (takes) {
+    if (warp < warps) {
       walk.move();
       if (walk.runs.now.real()) source.enter(walk.runs.now);
     }
@@ -516,6 +517,12 @@ void start_tiles(const TileLaunch& use, Kernel kernel, const DecodeRows& rows, i
              use.shared, stream>>>(arguments(work));
     CUDA_CHECK(cudaGetLastError());
   });
+}
+
+/// Whether arrays start on multiples of 16 bytes, as copies of so many need it.
+inline bool on_16_bytes(std::initializer_list<const void*> arrays) {
+  return std::all_of(arrays.begin(), arrays.end(),
+                     [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; });
 }
 
 /// Plain FP32 checkpoints that serve both roles, outputs of a flush from the folded state, FP32

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template copy_corrections<kTileRows>(first, to + kPlaced);
     unit.template copy_v<kTileRows>(first, to + kPlaced + kTileRows * window * u_bytes);
   };
-  TileCopies<kPlaces, RunSource<decltype(copy)>> copies(share, warp, warps, {copy}, warp < warps);
+  TileCopies<kPlaces, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
   copies.wait_before();
   __syncthreads();
   {

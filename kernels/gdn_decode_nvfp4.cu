@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template copy_v<kTileRows>(first, to + kCodeBytes + kScaleBytes);
     unit.template copy_corrections<kTileRows>(first, to + kCodeBytes + kScaleBytes + kVBytes);
   };
-  TileCopies<kPlaces, RunSource<decltype(copy)>> copies(share, warp, warps, {copy}, warp < warps);
+  TileCopies<kPlaces, RunSource<decltype(copy)>> copies(share, warp, warps, {copy});
   copies.wait_before();
   __syncthreads();
   {

@@ -80,13 +80,16 @@ struct GdnUnit {
               *query = static_cast<const Act*>(p.step.q) + own,
               *ring_k =
                   static_cast<const Act*>(p.step.ring_k) + slot * k_stride() + key_head * kKeyDim;
+    // Of the records in the ring, of the token, and what else lies behind them.
+    const auto of = [&](int j, const auto* ring, int64_t stride, const auto* own,
+                        const auto* last) {
+      return j < t ? ring + j * stride : j == t ? own : last;
+    };
 #pragma unroll 1
     for (int i = tid; i < (t + 2) * kKeyChunks; i += threads) {
       const int j = i / kKeyChunks;
-      copy_async(shared + at.raw + 16 * (i + j), (j < t    ? ring_k + j * k_stride()
-                                                  : j == t ? key
-                                                           : query) +
-                                                     i % kKeyChunks * kEach);
+      copy_async(shared + at.raw + 16 * (i + j),
+                 of(j, ring_k, k_stride(), key, query) + i % kKeyChunks * kEach);
     }
     const int64_t first = int64_t{row} * p.layer.value_heads + head0;
     const float *decay = p.step.decay_log2 + first, *beta = p.step.beta + first,
@@ -94,13 +97,14 @@ struct GdnUnit {
 #pragma unroll 1
     for (int i = tid; i < (t + 2) * heads; i += threads) {
       const int j = i / heads;
-      copy_word(shared + at.decay + 4 * i, (j < t    ? ring_decay + j * p.layer.value_heads
-                                            : j == t ? decay
-                                                     : beta) +
-                                               (i - j * heads));
+      copy_word(shared + at.decay + 4 * i,
+                of(j, ring_decay, p.layer.value_heads, decay, beta) + (i - j * heads));
     }
   }
 
+  static __device__ __forceinline__ float norm_factor(float squares, float scale) {
+    return scale / sqrtf(squares + 1e-6f);
+  }
   /// Of a row of keys or queries the thread's elements, part + 16 m with part = threadIdx.x % 16,
   /// normalised and times `scale`. Sixteen threads have a row; the whole warp takes part.
   static __device__ __forceinline__ void normalise(const Act* x, float scale,
@@ -113,7 +117,7 @@ struct GdnUnit {
     for (int m = 0; m < kN16; ++m) squares = __fmaf_rn(value[m], value[m], squares);
 #pragma unroll
     for (int d = 8; d > 0; d >>= 1) squares = squares + __shfl_xor_sync(0xFFFFFFFFu, squares, d);
-    const float factor = scale / sqrtf(squares + 1e-6f);
+    const float factor = norm_factor(squares, scale);
 #pragma unroll
     for (int m = 0; m < kN16; ++m) value[m] = value[m] * factor;
   }
@@ -121,29 +125,27 @@ struct GdnUnit {
   /// The same by one warp with two threads a row, 16 apart, that have every second eight elements
   /// of it: from `x` to `to`, the first of them; `to` may be null.
   static __device__ __forceinline__ void normalise_halves(const Act* x, float scale, float* to) {
-    float sum[8] = {}, value[8];
+    float4 low, high, low_sum = make_float4(0, 0, 0, 0), high_sum = low_sum;
 #pragma unroll 2
     for (int m = 0; m < kN16; ++m) {
-      load_eight(x + 16 * m, value);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) sum[e] = __fmaf_rn(value[e], value[e], sum[e]);
+      load_eight(x + 16 * m, &low, &high);
+      low_sum = fma4(low, low, low_sum);
+      high_sum = fma4(high, high, high_sum);
     }
-#pragma unroll
-    for (int e = 0; e < 8; ++e) sum[e] = sum[e] + __shfl_xor_sync(0xFFFFFFFFu, sum[e], 16);
-#pragma unroll
-    for (int d = 4; d > 0; d >>= 1) {
-#pragma unroll
-      for (int e = 0; e < d; ++e) sum[e] = sum[e] + sum[e + d];
-    }
-    const float factor = scale / sqrtf(sum[0] + 1e-6f);
+    // In the order of normalise: parts 8, 4, 2 apart, then neighbours.
+    const auto both = [](float sum) { return sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 16); };
+    const float squares =
+        ((both(low_sum.x) + both(high_sum.x)) + (both(low_sum.z) + both(high_sum.z))) +
+        ((both(low_sum.y) + both(high_sum.y)) + (both(low_sum.w) + both(high_sum.w)));
+    const float factor = norm_factor(squares, scale);
     if (to == nullptr) return;
 #pragma unroll 2
     for (int m = 0; m < kN16; ++m) {
-      load_eight(x + 16 * m, value);
-      store4(to + 16 * m, make_float4(value[0] * factor, value[1] * factor, value[2] * factor,
-                                      value[3] * factor));
-      store4(to + 16 * m + 4, make_float4(value[4] * factor, value[5] * factor, value[6] * factor,
-                                          value[7] * factor));
+      load_eight(x + 16 * m, &low, &high);
+      store4(to + 16 * m,
+             make_float4(low.x * factor, low.y * factor, low.z * factor, low.w * factor));
+      store4(to + 16 * m + 4,
+             make_float4(high.x * factor, high.y * factor, high.z * factor, high.w * factor));
     }
   }
 

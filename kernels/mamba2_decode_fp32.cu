@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kN16 > 8 ? 1 : kMostBlo
     return p.states.recurrence + unit.row * p.states.row_stride + head * p.states.head_stride +
            tile * kTileBytes;
   };
-  TileCopies<kPlaces, Source<Act, kStateDim>> copies(
-      share, warp, warps, Source<Act, kStateDim>{p, ring, place_size}, warp < warps);
+  TileCopies<kPlaces, Source<Act, kStateDim>> copies(share, warp, warps,
+                                                     Source<Act, kStateDim>{p, ring, place_size});
   Unit(p.units, walk.runs.now).template prepare<Team<0>>(at, true, shared, dots, [&] {
     copies.wait_before();
   });

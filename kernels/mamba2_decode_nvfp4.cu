@@ -159,8 +159,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), kMostBlocks)
     unit.template fetch<Team<0>>();
   }
   const TileSource<Act, kN16, Launch<Codes>> source(p, ring, place_size);
-  TileCopies<kPlaces, TileSource<Act, kN16, Launch<Codes>>> copies(share, warp, warps, source,
-                                                                   warp < warps);
+  TileCopies<kPlaces, TileSource<Act, kN16, Launch<Codes>>> copies(share, warp, warps, source);
   Unit(p.units, walk.runs.now).template prepare<Team<0>>(at, false, shared, dots, [&] {
     copies.wait_before();
   });

@@ -49,9 +49,10 @@ std::string megabytes(double bytes) {
 /// it, and what lies in its folders.
 bool is_of_run(const fs::path& path) {
   std::error_code error;
-  const fs::path folder = path.parent_path(), plan = "run.json";
-  if (path.filename() == plan || fs::exists(folder.parent_path() / plan, error)) return true;
-  return path.extension() == ".h5" && fs::exists(folder / plan, error);
+  const fs::path folder = path.parent_path();
+  if (path.filename() == kManifest || fs::exists(folder.parent_path() / kManifest, error))
+    return true;
+  return path.extension() == ".h5" && fs::exists(folder / kManifest, error);
 }
 
 [[noreturn]] void fail_write(const fs::path& path, size_t size, int error) {

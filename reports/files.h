@@ -11,6 +11,9 @@
 
 namespace replayeval {
 
+/// What a run folder has of its run beside the parts.
+inline constexpr const char* kManifest = "run.json";
+
 /// The bytes of a file, none when it does not exist. Throws std::runtime_error when it cannot be
 /// read.
 std::optional<std::vector<std::byte>> read_file(const std::filesystem::path& path);

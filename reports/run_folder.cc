@@ -35,7 +35,6 @@ namespace fs = std::filesystem;
 using Json = nlohmann::json;
 namespace {
 
-constexpr const char* kManifest = "run.json";
 constexpr const char* kPartSchema = "replayeval/1 part";
 constexpr double kHeartbeatSeconds = 5;
 // Far beyond any run, and small enough that no list of what is missing fills the memory.
