@@ -278,6 +278,10 @@ class CodeSums {
     const std::byte* own_codes = codes + g * kRowBytes + 4 * q;
     const std::byte *digits[kVectors], *sums[kVectors];
     float sum[kVectors][4];
+    // Looking up codes keeps the units of logic busy: halves of the table are put together by the
+    // multipliers, where nvcc does not know this factor, and halves of words are loaded.
+    uint32_t one = 1;
+    asm volatile("" : "+r"(one));
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       digits[v] =
@@ -305,12 +309,13 @@ class CodeSums {
     }
 #pragma unroll
     for (int m = 0; m < kChunks; ++m) {
-      uint32_t words[4], others[4];
+      uint32_t words[4][2];  // codes in the lower half
       const std::byte* from = own_codes + (own_chunk ^ 16u * m);
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        words[r] = *reinterpret_cast<const uint32_t*>(from + 8 * r * kRowBytes);
-        others[r] = words[r] ^ 0x88888888u;
+        words[r][0] = *reinterpret_cast<const uint32_t*>(from + 8 * r * kRowBytes);
+        // Volatile, as nvcc would shift the word instead.
+        words[r][1] = *reinterpret_cast<const volatile uint16_t*>(from + 8 * r * kRowBytes + 2);
       }
       float of_block[kVectors][4];
 #pragma unroll
@@ -320,9 +325,10 @@ class CodeSums {
         for (int r = 0; r < 4; ++r) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
+            const uint32_t codes = words[r][i];
             a[r / 2][r % 2 + 2 * i] =
-                four_of_eight(table_.bytes[d][0], table_.bytes[d][1], words[r] >> 16 * i) |
-                four_of_eight(table_.bytes[d][2], table_.bytes[d][3], others[r] >> 16 * i);
+                four_of_eight(table_.bytes[d][0], table_.bytes[d][1], codes) * one +
+                four_of_eight(table_.bytes[d][2], table_.bytes[d][3], codes ^ 0x88888888u);
           }
         }
 #pragma unroll

@@ -217,6 +217,7 @@ class DecodeBench {
         role->head_stride = (packed_bytes(*codec.format, shape_) + 15) / 16 * 16;
         role->row_stride = role->head_stride * heads_;
         role->layers.emplace_back(count * role->head_stride);
+        role->layers.back().fill(0);  // rows are copied with what lies between their heads
         encode_heads_cuda({codec.format, Rounding::nearest_even}, shape_, keys, state.data(),
                           nullptr, role->layers.back().data(), role->head_stride, nullptr, 0,
                           nullptr);
