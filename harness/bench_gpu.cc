@@ -49,7 +49,7 @@ struct FormatTimes {
 
 FormatTimes time_format(const Shape& shape, const std::shared_ptr<const StateFormat>& format,
                         DenseMode dense) {
-  constexpr int kHeads = 32768, kRows = 128;
+  constexpr int kHeads = 32768, kRows = 256;
   const StateShape head{shape.head_dim, shape.state_dim};
   FormatTimes t;
   const CodecTiming nearest = time_codec({format, Rounding::nearest_even}, head, kHeads),
