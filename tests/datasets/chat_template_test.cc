@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/hash.h"
-#include "tests/datasets/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {

@@ -13,8 +13,8 @@
 #include "datasets/expression_value.h"
 #include "datasets/grade_check.h"
 #include "datasets/latex_expression.h"
-#include "tests/datasets/temporary_folder.h"
 #include "tests/support/case_file.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {

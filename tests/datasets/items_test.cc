@@ -10,8 +10,8 @@
 #include "datasets/grade_boxed.h"
 #include "datasets/option_order.h"
 #include "datasets/python_random.h"
-#include "tests/datasets/temporary_folder.h"
 #include "tests/support/case_file.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {

@@ -14,8 +14,8 @@
 #include "datasets/data_files.h"
 #include "datasets/items.h"
 #include "datasets/token_stream.h"
-#include "tests/datasets/temporary_folder.h"
 #include "tests/support/case_file.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {

@@ -15,8 +15,8 @@
 #include "datasets/chat_template.h"
 #include "datasets/prompts.h"
 #include "datasets/tokenizer.h"
-#include "tests/datasets/temporary_folder.h"
 #include "tests/support/case_file.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {

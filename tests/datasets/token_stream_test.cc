@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "base/hash.h"
-#include "tests/datasets/temporary_folder.h"
 #include "tests/support/case_file.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {

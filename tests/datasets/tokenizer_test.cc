@@ -17,8 +17,8 @@
 #include "datasets/token_stream.h"
 #include "datasets/tokenizer_formats.h"
 #include "datasets/utf8.h"
-#include "tests/datasets/temporary_folder.h"
 #include "tests/support/case_file.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {

@@ -3,7 +3,6 @@
 #include "harness/check_quant.h"
 
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <stdexcept>
@@ -13,6 +12,7 @@
 #include "reports/files.h"
 #include "reports/hdf5_image.h"
 #include "tests/support/case_file.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {
@@ -43,8 +43,8 @@ TEST_CASE("stored vectors of published implementations") {
 }
 
 TEST_CASE("differences are counted and the worst is named") {
-  const fs::path path =
-      fs::temp_directory_path() / ("replayeval-check-quant-" + std::to_string(getpid()) + ".h5");
+  const test::TemporaryFolder folder;
+  const fs::path path = folder / "vectors.h5";
   Hdf5Writer writer(path.string());
   const std::vector<int64_t> four = {4};
   // FP16: 1 = 0x3C00, 2 = 0x4000, 65504 = 0x7BFF. Two wrong answers, the second further off.
@@ -58,7 +58,6 @@ TEST_CASE("differences are counted and the worst is named") {
   replace_file(path, writer.finish());
   const std::vector<QuantCheckRow> rows = check_quant_results(path);
   const int code = check_quant(path);
-  fs::remove(path);
 
   const auto floats = rows_of(rows, "fp16 encode_satfinite");
   REQUIRE(floats.size() == 1);
@@ -77,8 +76,8 @@ TEST_CASE("differences are counted and the worst is named") {
 }
 
 TEST_CASE("a file without known vectors is a wrong request, a missing one a failure") {
-  const fs::path path =
-      fs::temp_directory_path() / ("replayeval-check-none-" + std::to_string(getpid()) + ".h5");
+  const test::TemporaryFolder folder;
+  const fs::path path = folder / "vectors.h5";
   Hdf5Writer writer(path.string());
   writer.dataset<float>("/something", {2}, std::vector<float>{1.0f, 2.0f});
   replace_file(path, writer.finish());

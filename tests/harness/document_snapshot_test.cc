@@ -1,24 +1,17 @@
 #include "harness/document_snapshot.h"
 
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
 
 #include "models/state_precision.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {
 
 namespace fs = std::filesystem;
-
-struct Place {
-  Place() { fs::remove_all(path); }
-  ~Place() { fs::remove_all(path); }
-  fs::path path =
-      fs::temp_directory_path() / ("replayeval-document-snapshot-" + std::to_string(getpid()));
-};
 
 StatePrecision precision(const std::string& text) { return parse_state_precision(text, {}); }
 
@@ -35,10 +28,10 @@ RunPlan plan() {
 }
 
 struct Fixture {
-  Place place;
+  test::TemporaryFolder place;
   Model model{Checkpoint::open(std::string(REPLAYEVAL_SOURCE_DIR) + "/models/mini-mamba2"),
               ModelOptions{}};
-  RunFolder folder = RunFolder::open(place.path, plan(), OpenMode::fresh);
+  RunFolder folder = RunFolder::open(place / "run", plan(), OpenMode::fresh);
 
   StateSet fresh() const {
     return StateSet(model, {{precision("fp32"), 1, 0, 0}, {precision("nvfp4+sr"), 1, 0, 0}},
@@ -94,7 +87,7 @@ TEST_CASE("a document's snapshot brings back where it stood, cache pieces includ
   CHECK(back.save_cache(1, 0, 103) == states.save_cache(1, 0, 103));
 
   remove_snapshot(f.folder, "document-0", got, 2);
-  CHECK(fs::is_empty(f.place.path / "snapshots"));
+  CHECK(fs::is_empty(f.place / "run/snapshots"));
 }
 
 TEST_CASE("a snapshot of something else, or one that is not whole, is not used") {
@@ -119,7 +112,7 @@ TEST_CASE("a snapshot of something else, or one that is not whole, is not used")
     reason = "the piece document-0-row-1-cache-0 of the key-value cache is missing or broken";
   }
   SUBCASE("a flipped byte in a piece") {
-    std::fstream file(f.place.path / "snapshots/document-0-row-1-cache-0.bin",
+    std::fstream file(f.place / "run/snapshots/document-0-row-1-cache-0.bin",
                       std::ios::in | std::ios::out | std::ios::binary);
     REQUIRE(file);
     file.seekp(-5, std::ios::end);
@@ -129,7 +122,7 @@ TEST_CASE("a snapshot of something else, or one that is not whole, is not used")
     reason = "the piece document-0-row-1-cache-0 of the key-value cache is missing or broken";
   }
   SUBCASE("a head cut short") {
-    fs::resize_file(f.place.path / "snapshots/document-0.bin", 200);
+    fs::resize_file(f.place / "run/snapshots/document-0.bin", 200);
     outcome = load_snapshot(f.folder, "document-0", "identity", got, back);
     reason = "its checksum differs";
   }

@@ -16,33 +16,13 @@
 #include "harness/command_line.h"
 #include "harness/run_plan.h"
 #include "quant/cuda_support.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {
 
 namespace fs = std::filesystem;
-
-/// A folder for the files of one test, removed afterwards.
-class Folder {
- public:
-  Folder()
-      : path_(fs::temp_directory_path() / ("replayeval-experiment-" + std::to_string(getpid()) +
-                                           "-" + std::to_string(next_++))) {
-    fs::create_directories(path_);
-  }
-  ~Folder() { fs::remove_all(path_); }
-  std::string write(const std::string& name, const std::string& text) const {
-    const fs::path file = path_ / name;
-    fs::create_directories(file.parent_path());
-    std::ofstream(file, std::ios::binary) << text;
-    return file.string();
-  }
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
-
- private:
-  static inline int next_ = 0;
-  fs::path path_;
-};
+using test::TemporaryFolder;
 
 const std::string kModel = std::string(REPLAYEVAL_SOURCE_DIR) + "/models/mini-mamba2";
 const std::string kSample = std::string(REPLAYEVAL_SOURCE_DIR) + "/datasets/sample";
@@ -71,7 +51,7 @@ std::vector<std::string> names(const std::vector<StatePrecision>& states) {
 }
 
 TEST_CASE("a sweep without a state is refused, but for a resolved text") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string file = folder.write("small.yaml", minimal());
   CHECK(error_of(file, {"sweep={over: layers}"}).find("sweep.over: got no sweep.state; expected") !=
         std::string::npos);
@@ -87,7 +67,7 @@ TEST_CASE("a sweep without a state is refused, but for a resolved text") {
 }
 
 TEST_CASE("shards that make no sense are refused") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string file = folder.write("small.yaml", minimal());
   const std::string out = folder / "out";
   const auto code = [&](const char* shard) {
@@ -104,7 +84,7 @@ TEST_CASE("shards that make no sense are refused") {
 
 TEST_CASE("a dry run for a GPU is made without one, the run itself is not") {
   if (cuda_available()) return;
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string file = folder.write("small.yaml", minimal() + "device: cuda\n");
   const std::string out = folder / "out";
   const char* const arguments[] = {"replayeval", "run",       file.c_str(),
@@ -117,7 +97,7 @@ TEST_CASE("a dry run for a GPU is made without one, the run itself is not") {
 }
 
 TEST_CASE("a minimal experiment gets the defaults of the table") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const Experiment e = load_experiment(folder.write("small.yaml", minimal()));
   CHECK(e.job == "kl");
   CHECK(e.model == kModel);
@@ -146,9 +126,9 @@ TEST_CASE("a minimal experiment gets the defaults of the table") {
 }
 
 TEST_CASE("every key is read") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string file = folder.write(
-      "all.yaml", "job: kl\nhub: " + (folder / "hub") + "\nmodel: " + kModel +
+      "all.yaml", "job: kl\nhub: " + (folder / "hub").string() + "\nmodel: " + kModel +
                       "\ntokenizer: " + kModel +
                       "/tokenizer.model\ndt_clamp: none\n"
                       "data:\n  kind: pg19\n  path: " +
@@ -217,7 +197,7 @@ TEST_CASE("every key is read") {
 }
 
 TEST_CASE("the resolved text reads back as the same experiment") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string odd = folder / "a folder, with: odd #name";
   fs::create_directories(odd);
   for (const std::vector<std::string>& settings : std::vector<std::vector<std::string>>{
@@ -247,7 +227,7 @@ TEST_CASE("the resolved text reads back as the same experiment") {
 }
 
 TEST_CASE("unknown keys name line, column and the nearest key") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string file = folder.write("a.yaml", minimal() + "chunk_token: 4\n");
   CHECK(error_of(file) ==
         file + ":5:1: unknown key 'chunk_token'; the nearest known key is 'chunk_tokens'");
@@ -262,7 +242,7 @@ TEST_CASE("unknown keys name line, column and the nearest key") {
 }
 
 TEST_CASE("wrong values name line, column, key, what was expected and what was there") {
-  const Folder folder;
+  const TemporaryFolder folder;
   struct Case {
     const char* line;
     const char* message;  // after "FILE:5:"
@@ -359,7 +339,7 @@ TEST_CASE("wrong values name line, column, key, what was expected and what was t
 std::string score() { return "job: score\nmodel: " + kModel + "\nstates: [nvfp4+sr]\n"; }
 
 TEST_CASE("the keys of job score") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const Experiment small =
       load_experiment(folder.write("small.yaml", score() + "tasks: mini-math\n"));
   REQUIRE(small.tasks.size() == 1);
@@ -414,7 +394,7 @@ TEST_CASE("the keys of job score") {
 }
 
 TEST_CASE("wrong values of job score") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const auto error = [&](const std::string& line) {
     const std::string file = folder.write("s.yaml", score() + line + "\n");
     const std::string message = error_of(file);
@@ -454,7 +434,7 @@ TEST_CASE("wrong values of job score") {
   const auto answers = [&](const std::string& line) {
     const std::string file = folder.write(
         "a.yaml", "job: kl\nmodel: " + kModel + "\nstates: [fp16]\ndata: {kind: answers, path: " +
-                      (folder / "") + "}\n" + line + "\n");
+                      (folder / "").string() + "}\n" + line + "\n");
     const std::string message = error_of(file);
     return message.starts_with(file + ":") ? message.substr(file.size() + 1) : message;
   };
@@ -472,7 +452,7 @@ TEST_CASE("wrong values of job score") {
 }
 
 TEST_CASE("broken files") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string not_yaml = folder.write("a.yaml", "job: kl\nstates: [fp32\n");
   CHECK(error_of(not_yaml).starts_with(not_yaml + ":3:1: not valid YAML: "));
   const std::string twice = folder.write("b.yaml", "job: kl\nwindow: 4\nwindow: 8\n");
@@ -482,7 +462,7 @@ TEST_CASE("broken files") {
   const std::string list = folder.write("d.yaml", "- a\n");
   CHECK(error_of(list) == list + ":1:1: expected a map of keys, got a list of 1");
   CHECK(error_of(folder / "none.yaml") ==
-        "(another error) " + (folder / "none.yaml") + ": cannot be read");
+        "(another error) " + (folder / "none.yaml").string() + ": cannot be read");
   const std::string job = folder.write("e.yaml", "model: x\n");
   CHECK(error_of(job) ==
         job + ": job: missing; expected kl | score; give it in the file or with --set job=...");
@@ -495,7 +475,7 @@ TEST_CASE("broken files") {
 }
 
 TEST_CASE("include: relative to its file, own keys override, maps merge by key") {
-  const Folder folder;
+  const TemporaryFolder folder;
   folder.write("base/common.yaml",
                "window: 4\nseed: 9\ndata: {kind: pg19, tokens: 32, path: " + kSample + "}\n");
   folder.write("base/more.yaml", "include: common.yaml\nseed: 10\nchunk_tokens: 5\n");
@@ -522,16 +502,16 @@ TEST_CASE("include: relative to its file, own keys override, maps merge by key")
             .starts_with(bad + ":2:1: unknown key 'windw'"));
   const std::string missing = folder.write("m.yaml", "job: kl\ninclude: nowhere.yaml\n");
   CHECK(error_of(missing) == missing + ":2:10: include: expected a file, got '" +
-                                 (folder / "nowhere.yaml") + "', which does not exist");
+                                 (folder / "nowhere.yaml").string() + "', which does not exist");
   const std::string no_file = folder.write("n.yaml", "job: kl\ninclude: base\n");
   CHECK(error_of(no_file) == no_file + ":2:10: include: expected a file, got '" +
-                                 (folder / "base") + "', which is none");
+                                 (folder / "base").string() + "', which is none");
   const std::string self = folder.write("self.yaml", "include: self.yaml\n");
   CHECK(error_of(self) == self + ": include: the file includes itself");
 }
 
 TEST_CASE("--set overrides the file") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string file = folder.write("a.yaml", minimal());
   const Experiment e = load_experiment(
       file, std::vector<std::string>{"window=2", "data.tokens=33", "states=[fp16+sr@L=3, nvfp4]",
@@ -555,7 +535,7 @@ TEST_CASE("--set overrides the file") {
 }
 
 TEST_CASE("formats from files are used by name, and their mistakes are placed") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string good = folder.write(
       "good.yaml", "element: {exponent: 3, mantissa: 2}\nscale: {format: e8m0, block: 32}\n");
   const std::string bad = folder.write("bad.yaml", "element: {values: [1, 0]}\n");
@@ -567,7 +547,7 @@ TEST_CASE("formats from files are used by name, and their mistakes are placed") 
   CHECK(e.states[0].read->format->descriptor.block_columns == 32);
   const std::string error = error_of(file, {"formats={mine: " + bad + "}"});
   CHECK(error.starts_with("--set formats: formats: mine: " + bad + ":1"));
-  CHECK(error_of(file, {"formats={mine: " + (folder / "none.yaml") + "}"})
+  CHECK(error_of(file, {"formats={mine: " + (folder / "none.yaml").string() + "}"})
             .find(folder / "none.yaml") != std::string::npos);
   // Two names of one definition are one state.
   CHECK(
@@ -576,7 +556,7 @@ TEST_CASE("formats from files are used by name, and their mistakes are placed") 
 }
 
 TEST_CASE("seeds: one state for each seed where something is random") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string file = folder.write("a.yaml", minimal());
   const Experiment e = load_experiment(
       file, std::vector<std::string>{"seed=5", "seeds=3",
@@ -631,7 +611,7 @@ TEST_CASE("nearest name") {
 }
 
 /// What a call of the program prints on standard output, and its exit code.
-std::pair<int, std::string> run_program(const Folder& folder,
+std::pair<int, std::string> run_program(const TemporaryFolder& folder,
                                         const std::vector<const char*>& arguments) {
   const std::string file = folder / "stdout";
   std::fflush(stdout);
@@ -648,7 +628,7 @@ std::pair<int, std::string> run_program(const Folder& folder,
 }
 
 TEST_CASE("list keys prints every key") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const auto [code, text] = run_program(folder, {"list", "keys"});
   CHECK(code == 0);
   std::set<std::string> seen;
@@ -706,7 +686,7 @@ TEST_CASE("list keys prints every key") {
 }
 
 TEST_CASE("exit codes of the command line") {
-  const Folder folder;
+  const TemporaryFolder folder;
   CHECK(run_program(folder, {"list", "formats"}).first == 0);
   CHECK(run_program(folder, {"list", "nothing"}).first == 2);
   CHECK(run_program(folder, {"--help"}).first == 0);

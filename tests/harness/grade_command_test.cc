@@ -3,7 +3,6 @@
 #include "harness/grade_command.h"
 
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -16,6 +15,7 @@
 #include "reports/files.h"
 #include "reports/html.h"
 #include "reports/schema.h"
+#include "tests/support/temporary_folder.h"
 #include "tests/support/text.h"
 
 using namespace replayeval;
@@ -26,26 +26,6 @@ namespace {
 
 const fs::path kRoot = REPLAYEVAL_SOURCE_DIR;
 const fs::path kAnswers = kRoot / "eval_configs/ci/answers";
-
-class Folder {
- public:
-  explicit Folder(const std::string& name)
-      : path_(fs::temp_directory_path() /
-              ("replayeval-grade-" + name + "-" + std::to_string(::getpid()))) {
-    fs::remove_all(path_);
-    fs::create_directories(path_);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  ~Folder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  fs::path operator/(const std::string& name) const { return path_ / name; }
-
- private:
-  fs::path path_;
-};
 
 GradeOptions import_of(std::vector<std::pair<fs::path, std::string>> files, const fs::path& out) {
   GradeOptions options;
@@ -87,7 +67,7 @@ void write_lines(const fs::path& file, const std::vector<std::string>& lines) {
 }  // namespace
 
 TEST_CASE("the CI example: two imported files, in both layouts, gated with exit codes 0 and 3") {
-  const Folder place("ci");
+  const TemporaryFolder place;
   const std::string text =
       grade_answers(import_of({{kAnswers / "served.jsonl", "engine"}}, place / "served.h5"));
   CHECK(contains(text, "served.jsonl: 60 answers to 60 of the 100 items of task mini-math\n"));
@@ -117,7 +97,7 @@ TEST_CASE("the CI example: two imported files, in both layouts, gated with exit 
 }
 
 TEST_CASE("several files become paired states of one report") {
-  const Folder place("pair");
+  const TemporaryFolder place;
   GradeOptions options = import_of(
       {{kAnswers / "worse.jsonl", "worse"}, {kAnswers / "served.jsonl", "served"}}, place / "r.h5");
   options.baseline = "served";
@@ -142,7 +122,7 @@ TEST_CASE("several files become paired states of one report") {
 }
 
 TEST_CASE("a request or a file that is wrong is one line: place, expected, got, hint") {
-  const Folder place("wrong");
+  const TemporaryFolder place;
   const std::vector<std::string> good = lines_of(kAnswers / "served.jsonl");
   const fs::path file = place / "a.jsonl", out = place / "r.h5";
   auto import = [&](const std::vector<std::string>& lines) {
@@ -235,7 +215,7 @@ TEST_CASE("a request or a file that is wrong is one line: place, expected, got, 
 }
 
 TEST_CASE("answers without a prompt hash are matched by id and never pass for verified prompts") {
-  const Folder place("hashless");
+  const TemporaryFolder place;
   std::vector<std::string> lines = lines_of(kAnswers / "served.jsonl");
   for (std::string& line : lines) {
     const size_t at = line.find("\"prompt_sha256\"");
@@ -256,7 +236,7 @@ TEST_CASE("answers without a prompt hash are matched by id and never pass for ve
 }
 
 TEST_CASE("stored answers are graded again, and the verdicts that changed are named") {
-  const Folder place("again");
+  const TemporaryFolder place;
   grade_answers(import_of({{kAnswers / "served.jsonl", "served"}}, place / "r.h5"));
   GradeOptions again;
   again.run = (place / "r.h5").string();
@@ -303,7 +283,7 @@ TEST_CASE("stored answers are graded again, and the verdicts that changed are na
 }
 
 TEST_CASE("samples exported from a report are imported again as the same verdicts") {
-  const Folder place("samples");
+  const TemporaryFolder place;
   grade_answers(import_of({{kAnswers / "served.jsonl", "engine"}}, place / "r.h5"));
   ReportOptions options;
   options.runs = {(place / "r.h5").string()};
@@ -341,7 +321,7 @@ TEST_CASE("samples exported from a report are imported again as the same verdict
 }
 
 TEST_CASE("graded again, a rule that reads the options' texts finds them in the data") {
-  const Folder place("options");
+  const TemporaryFolder place;
   std::string task = as_text(*read_file(kRoot / "eval_configs/tasks/mini-gpqa.yaml"));
   const std::string rule = "[gpqa_authors_abcd]";
   REQUIRE(contains(task, rule));

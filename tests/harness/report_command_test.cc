@@ -37,7 +37,7 @@ std::string kept_line(const fs::path& path) {
 }  // namespace
 
 TEST_CASE("reading never replaces a report by one that holds less") {
-  TemporaryFolder place("read");
+  TemporaryFolder place;
   const RunPlan plan = sample_plan();
   const fs::path run = place / "run";
   fill(run, plan);
@@ -80,7 +80,7 @@ TEST_CASE("reading never replaces a report by one that holds less") {
 }
 
 TEST_CASE("reading writes a report that holds as much as before, or more") {
-  TemporaryFolder place("more");
+  TemporaryFolder place;
   const fs::path run = place / "run";
   fill(run, sample_plan());
   // Grown, not computed yet: the last position counts for nothing until its nll is known.
@@ -94,7 +94,7 @@ TEST_CASE("reading writes a report that holds as much as before, or more") {
 }
 
 TEST_CASE("a report that cannot be read is not replaced by an unfinished one") {
-  TemporaryFolder place("unreadable");
+  TemporaryFolder place;
   const fs::path run = place / "run";
   fill(run, sample_plan());
   fs::remove_all(run / "parts");
@@ -106,7 +106,7 @@ TEST_CASE("a report that cannot be read is not replaced by an unfinished one") {
 }
 
 TEST_CASE("grade does not write over the report of a run folder or the run that it reads") {
-  TemporaryFolder place("over");
+  TemporaryFolder place;
   const fs::path run = place / "run";
   fill(run, sample_plan());
   const std::string before = bytes_of(run / "report.h5");
@@ -132,7 +132,7 @@ TEST_CASE("grade does not write over the report of a run folder or the run that 
 }
 
 TEST_CASE("runs that do not go together are refused in the name of the command, with a hint") {
-  TemporaryFolder place("together");
+  TemporaryFolder place;
   RunPlan other = sample_plan();
   fill(place / "kl", other);
   other.run.job = "score";

@@ -13,6 +13,7 @@
 #include "base/hash.h"
 #include "harness/answer_documents.h"
 #include "reports/run_folder.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {
@@ -21,29 +22,13 @@ namespace fs = std::filesystem;
 
 const std::string kModel = std::string(REPLAYEVAL_SOURCE_DIR) + "/models/mini-mamba2";
 
-/// A folder that is gone afterwards, and one thread while it is there.
-class Folder {
+/// A folder, and one thread while it is there.
+class Folder : public test::TemporaryFolder {
  public:
-  Folder()
-      : path_(fs::temp_directory_path() /
-              ("replayeval-score-" + std::to_string(getpid()) + "-" + std::to_string(next_++))),
-        threads_(omp_get_max_threads()) {
-    fs::create_directories(path_);
-    omp_set_num_threads(1);
-  }
-  ~Folder() {
-    omp_set_num_threads(threads_);
-    fs::remove_all(path_);
-  }
-  std::string write(const std::string& name, const std::string& text) const {
-    std::ofstream(path_ / name, std::ios::binary) << text;
-    return (path_ / name).string();
-  }
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
+  Folder() : threads_(omp_get_max_threads()) { omp_set_num_threads(1); }
+  ~Folder() { omp_set_num_threads(threads_); }
 
  private:
-  static inline int next_ = 0;
-  fs::path path_;
   int threads_;
 };
 
@@ -69,7 +54,7 @@ struct Small {
             more_items);
     task = folder.write("sums.yaml",
                         "name: sums\nversion: 1\nabout: sums\ndata: {set: math, path: " +
-                            folder.operator/("data.jsonl") +
+                            (folder / "data.jsonl").string() +
                             ", published: false}\nprompt:\n  question: \"Problem:\\n{{ question "
                             "}}\\n\\nSolution:\"\ngeneration: {max_tokens: 60, stop: " +
                             stop + "}\nanswer: {rules: [boxed], compare: [math]}\n");
@@ -78,7 +63,7 @@ struct Small {
     const std::string file = folder.write(
         "score.yaml", "job: score\nmodel: " + kModel + "\ntasks: [" + task +
                           "]\nstates: [nvfp4+sr, nvfp4+sr@L=1]\nthreads: 1\nslots: 4\nout: " +
-                          (folder / "run") + "\n");
+                          (folder / "run").string() + "\n");
     return load_experiment(file, settings);
   }
   Folder folder;
@@ -233,11 +218,11 @@ TEST_CASE("a run answers, grades, grows, and its answers are documents of a kl r
   }
 
   // The same answers in a report.h5 of their own serve as documents.
-  const std::string kl =
-      small.folder.write("kl.yaml", "job: kl\nmodel: " + kModel +
-                                        "\ndata: {kind: answers, path: " + (small.folder / "run") +
-                                        "/report.h5, state: fp32}\nstates: [nvfp4+sr]\n" +
-                                        "threads: 1\nout: " + (small.folder / "kl") + "\n");
+  const std::string kl = small.folder.write(
+      "kl.yaml", "job: kl\nmodel: " + kModel +
+                     "\ndata: {kind: answers, path: " + (small.folder / "run").string() +
+                     "/report.h5, state: fp32}\nstates: [nvfp4+sr]\n" +
+                     "threads: 1\nout: " + (small.folder / "kl").string() + "\n");
   CHECK(run_teacher_forced(load_experiment(kl), {}) == 0);
   const Report forced = load_report(small.folder / "kl");
   REQUIRE(forced.documents.size() == 6);

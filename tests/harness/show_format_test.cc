@@ -2,7 +2,6 @@
 #include "harness/show_format.h"
 
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <filesystem>
@@ -15,6 +14,7 @@
 #include "reports/files.h"
 #include "reports/hdf5_image.h"
 #include "reports/state_dump.h"
+#include "tests/support/temporary_folder.h"
 
 namespace replayeval {
 namespace {
@@ -88,10 +88,7 @@ TEST_CASE("text has every table; wrong requests are refused") {
 }
 
 TEST_CASE("errors on dumped states, growth beside a run, and everything as HDF5") {
-  const std::filesystem::path folder =
-      std::filesystem::temp_directory_path() / ("replayeval-format-" + std::to_string(::getpid()));
-  std::filesystem::remove_all(folder);
-  std::filesystem::create_directories(folder);
+  const test::TemporaryFolder folder;
   const std::string root = REPLAYEVAL_SOURCE_DIR;
   const std::filesystem::path file = folder / "run.yaml";
   std::ofstream(file)
@@ -179,7 +176,6 @@ TEST_CASE("errors on dumped states, growth beside a run, and everything as HDF5"
   options.run.clear();
   options.states = file.string();
   CHECK_THROWS_AS(format_text(options), std::runtime_error);
-  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ TensorSource source(std::string name, TensorType type, std::vector<int64_t> shap
 
 /// A folder with config.json and model.safetensors.
 struct ModelFolder {
-  TempFolder folder;
+  TemporaryFolder folder;
   explicit ModelFolder(std::string_view config, std::initializer_list<TensorSource> tensors) {
     write_file(folder / "config.json", config);
     write_safetensors(folder / "model.safetensors", std::span(tensors.begin(), tensors.size()));
@@ -75,7 +75,7 @@ bool within(const WeightView& view, const Checkpoint& checkpoint) {
 }  // namespace
 
 TEST_CASE("every dtype, written and read") {
-  TempFolder folder;
+  TemporaryFolder folder;
   const std::vector<double> f64 = {1.0 / 3.0, -1e300};
   const std::vector<float> f32 = {1.5f, -0.0f, 3.0e-39f};
   const std::vector<uint16_t> f16 = {0x3C00, 0xC000, 0x0001, 0x7BFF,
@@ -146,7 +146,7 @@ TEST_CASE("every dtype, written and read") {
 }
 
 TEST_CASE("the writer refuses what would not be a file") {
-  TempFolder folder;
+  TemporaryFolder folder;
   const fs::path path = folder / "w.safetensors";
   const std::vector<float> data = {1, 2};
   CHECK(contains(
@@ -176,7 +176,7 @@ TEST_CASE("the writer refuses what would not be a file") {
 }
 
 TEST_CASE("damaged files: one line that names file, tensor, expected and got") {
-  TempFolder folder;
+  TemporaryFolder folder;
   const fs::path path = folder / "model.safetensors";
   const auto message = [&](std::string_view bytes) {
     write_file(path, bytes);
@@ -258,7 +258,7 @@ TEST_CASE("damaged files: one line that names file, tensor, expected and got") {
 }
 
 TEST_CASE("folders and shards") {
-  TempFolder folder;
+  TemporaryFolder folder;
   const auto open = [&] { return Safetensors::open(folder.path()); };
   const std::string index = (folder / "model.safetensors.index.json").string();
   const auto index_message = [&](std::string_view text) {
@@ -320,7 +320,7 @@ TEST_CASE("folders and shards") {
 TEST_CASE("random damage to headers never crashes the reader") {
   const std::vector<float> f32 = {1, 2, 3, 4, 5, 6};
   const std::vector<uint16_t> bf16 = {1, 2, 3, 4};
-  TempFolder folder;
+  TemporaryFolder folder;
   const TensorSource sources[] = {source("layer.a", TensorType::f32, {2, 3}, f32),
                                   source("layer.b", TensorType::bf16, {4}, bf16),
                                   source("layer.c", TensorType::f8_e4m3, {2, 4}, bf16)};
@@ -702,7 +702,7 @@ TEST_CASE("the hash identifies a model") {
 
   // A large file is sampled: both ends of every tensor count, wherever they lie. (A sparse file: 80
   // MiB of zeros.)
-  TempFolder folder;
+  TemporaryFolder folder;
   write_file(folder / "config.json", "{}");
   const int64_t half = int64_t{40} << 20;
   const std::string header =
@@ -734,7 +734,7 @@ TEST_CASE("the hash identifies a model") {
 }
 
 TEST_CASE("models in the hub cache") {
-  TempFolder cache;
+  TemporaryFolder cache;
   const auto find = [&](std::string_view name) { return find_model(name, cache.path()); };
   const fs::path repository = cache / "models--org--name";
 

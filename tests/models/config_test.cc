@@ -96,7 +96,7 @@ TEST_CASE("sizes and counts") {
 }
 
 TEST_CASE("text_config is merged over the fields outside") {
-  TempFolder folder;
+  TemporaryFolder folder;
   write_file(folder / "config.json",
              R"({"model_type": "qwen3_5", "tie_word_embeddings": true, "only_outside": 1,
       "both": 1, "kept": 5, "text_config": {"model_type": "qwen3_5_text", "tie_word_embeddings": false, "both": 2,
@@ -156,7 +156,7 @@ TEST_CASE("what is no config") {
       contains(refusal([&] { (void)parse("Infinity"); }), "expected a JSON object, got Infinity"));
   CHECK(contains(refusal([&] { (void)parse(std::string(200000, '[')); }),
                  "nested deeper than 64 levels"));
-  TempFolder folder;
+  TemporaryFolder folder;
   CHECK(contains(message_of<std::runtime_error>([&] { (void)Config::load(folder.path()); }),
                  "config.json: expected a checkpoint's config.json, got nothing"));
 }

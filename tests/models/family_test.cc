@@ -39,7 +39,7 @@ std::string replaced(std::string text, const std::string& from, const std::strin
 
 /// A folder with another config and, through links, the weights of `base`.
 struct Variant {
-  TempFolder folder;
+  TemporaryFolder folder;
   Variant(const fs::path& base, const std::string& config) {
     write_file(folder / "config.json", config);
     for (const auto& entry : fs::directory_iterator(base)) {
@@ -72,7 +72,7 @@ using Tensors = std::map<std::string, Tensor>;
 
 /// A copy of a checkpoint with other tensors and another config.
 struct Rewritten {
-  TempFolder folder;
+  TemporaryFolder folder;
   Rewritten(const fs::path& base, const std::function<void(Tensors&)>& change,
             const std::string& config) {
     const Safetensors file = Safetensors::open(base);

@@ -12,6 +12,7 @@
 
 #include "base/hash.h"
 #include "quant/quantize.h"
+#include "tests/support/temporary_folder.h"
 
 using namespace replayeval;
 
@@ -55,18 +56,6 @@ std::vector<float> normal_state(StateShape shape, unsigned seed) {
   for (float& v : x) v = normal(random);
   return x;
 }
-
-/// A folder that disappears with the test.
-struct Folder {
-  std::filesystem::path path = std::filesystem::temp_directory_path() /
-                               ("replayeval_quant_" + std::to_string(std::random_device()()));
-  Folder() { std::filesystem::create_directories(path); }
-  ~Folder() { std::filesystem::remove_all(path); }
-  std::string write(const std::string& name, const std::string& text) const {
-    std::ofstream(path / name) << text;
-    return (path / name).string();
-  }
-};
 
 }  // namespace
 
@@ -243,9 +232,10 @@ TEST_CASE("broken rules are refused with file, line and rule") {
 }
 
 TEST_CASE("scales given in advance are used, stored and required for every head") {
-  Folder folder;
+  test::TemporaryFolder folder;
   folder.write("scales.csv", "layer,head,scale\n5,6,0.5\n# slow head\n5,7,0.25\n");
-  auto format = parse_format("element: e4m3\nouter: {file: scales.csv}", "mine.yaml", folder.path);
+  auto format =
+      parse_format("element: e4m3\nouter: {file: scales.csv}", "mine.yaml", folder.path());
   StateShape shape{2, 4};
   std::vector<float> x = {1, 2, 3, 448, 0.0625f, -1, 224, 500};
   std::vector<std::byte> packed(packed_bytes(*format, shape));
@@ -266,14 +256,15 @@ TEST_CASE("scales given in advance are used, stored and required for every head"
                   std::invalid_argument);
   CHECK_NOTHROW(check_fixed_scales(*format, 5, 6, 2));
   CHECK_THROWS_AS(check_fixed_scales(*format, 5, 6, 3), std::invalid_argument);
-  auto same = parse_format("element: e4m3\nouter: {file: scales.csv}", "other.yaml", folder.path);
+  auto same = parse_format("element: e4m3\nouter: {file: scales.csv}", "other.yaml", folder.path());
   CHECK(definition(*same) == definition(*format));
   for (const char* bad : {"5,6\n", "5,6,0\n", "5,6,nan\n", "5,6,1\n5,6,2\n", "-1,0,1\n",
                           "5,6,1,2\n", "# nothing\n"}) {
     folder.write("bad.csv", bad);
     INFO(bad);
-    CHECK_THROWS_AS(parse_format("element: e4m3\nouter: {file: bad.csv}", "mine.yaml", folder.path),
-                    std::invalid_argument);
+    CHECK_THROWS_AS(
+        parse_format("element: e4m3\nouter: {file: bad.csv}", "mine.yaml", folder.path()),
+        std::invalid_argument);
   }
 }
 

@@ -37,7 +37,7 @@ std::vector<fs::path> part_files(const fs::path& folder) {
 }
 
 Report undisturbed(const RunPlan& plan) {
-  TemporaryFolder place("undisturbed-answers");
+  TemporaryFolder place;
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   put_answers(folder);
   return folder.report();
@@ -68,7 +68,7 @@ int wait_for(pid_t pid) {
 }  // namespace
 
 TEST_CASE("answers put in batches are read back, assembled and loaded equal") {
-  TemporaryFolder place("answers");
+  TemporaryFolder place;
   const RunPlan plan = sample_score_plan();
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   const std::vector<AnswerKey> all = folder.missing_answers();
@@ -105,7 +105,7 @@ TEST_CASE("answers put in batches are read back, assembled and loaded equal") {
 }
 
 TEST_CASE("texts with a NUL, the checksum's mark or nothing at all are kept") {
-  TemporaryFolder place("odd-texts");
+  TemporaryFolder place;
   const RunPlan plan = sample_score_plan();
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   AnswerBatch batch;
@@ -134,7 +134,7 @@ TEST_CASE("texts with a NUL, the checksum's mark or nothing at all are kept") {
 }
 
 TEST_CASE("stored answers are compared, and a difference names the answer and both values") {
-  TemporaryFolder place("compare-answers");
+  TemporaryFolder place;
   const RunPlan plan = sample_score_plan();
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   AnswerBatch batch;
@@ -184,7 +184,7 @@ TEST_CASE("stored answers are compared, and a difference names the answer and bo
 }
 
 TEST_CASE("items, states and repeats grow; a changed item or task is refused by name") {
-  TemporaryFolder place("grow-answers");
+  TemporaryFolder place;
   const fs::path path = place / "run";
   const RunPlan plan = sample_score_plan({"fp32", "nvfp4+sr"}, 4, 1);
   {
@@ -245,7 +245,7 @@ TEST_CASE("items, states and repeats grow; a changed item or task is refused by 
 TEST_CASE(
     "kill -9 while answers are written keeps every finished batch, and the resumed report is "
     "the undisturbed one") {
-  TemporaryFolder place("kill-answers");
+  TemporaryFolder place;
   const RunPlan plan = sample_score_plan({"fp32", "nvfp4+sr"}, 400, 2);
   const fs::path path = place / "run";
   size_t before = 0;
@@ -312,7 +312,7 @@ TEST_CASE(
 }
 
 TEST_CASE("truncated and flipped parts of answers are left out, named, and computed again") {
-  TemporaryFolder place("flip-answers");
+  TemporaryFolder place;
   const RunPlan plan = sample_score_plan();
   const fs::path path = place / "run";
   {
@@ -355,7 +355,7 @@ TEST_CASE("truncated and flipped parts of answers are left out, named, and compu
 }
 
 TEST_CASE("several processes answer into one folder, each batch once, one of them killed") {
-  TemporaryFolder place("shard-answers");
+  TemporaryFolder place;
   const RunPlan plan = sample_score_plan({"fp32", "nvfp4+sr"}, 30, 1);
   const fs::path path = place / "run";
   auto work = [&](bool slow) {
@@ -392,7 +392,7 @@ TEST_CASE("several processes answer into one folder, each batch once, one of the
 }
 
 TEST_CASE("answers that another process has put meanwhile are compared, not written again") {
-  TemporaryFolder place("meanwhile");
+  TemporaryFolder place;
   const RunPlan plan = sample_score_plan();
   RunFolder mine = RunFolder::open(place / "run", plan, OpenMode::fresh);
   RunFolder other = RunFolder::open(place / "run", plan, OpenMode::resume);
@@ -414,7 +414,7 @@ TEST_CASE("answers that another process has put meanwhile are compared, not writ
 }
 
 TEST_CASE("a full disk and a read-only folder: one line, and finished answers stay") {
-  TemporaryFolder place("full-answers");
+  TemporaryFolder place;
   const fs::path disk = place / "disk";
   fs::create_directory(disk);
   if (::mount("tmpfs", disk.c_str(), "tmpfs", 0, "size=640k") != 0) {
@@ -463,7 +463,7 @@ TEST_CASE("a full disk and a read-only folder: one line, and finished answers st
 }
 
 TEST_CASE("answers and spans live in one folder, and documents keep their prompts") {
-  TemporaryFolder place("both");
+  TemporaryFolder place;
   RunPlan plan = sample_score_plan();
   const RunPlan spans = sample_plan({"fp32", "nvfp4+sr", "fp16+sr/nvfp4"});
   plan.documents = spans.documents;

@@ -126,7 +126,7 @@ TEST_CASE("against a constant the binomial distribution decides") {
 }
 
 TEST_CASE("from files: pass, regression and undecided with their exit codes, JUnit and Markdown") {
-  TemporaryFolder place("gate-files");
+  TemporaryFolder place;
   const int n = 600;
   write_report(answered(n, [](int i) { return i < 480; }), place / "base.h5");
   write_report(answered(n, [](int i) { return i < 480 && i % 20 != 0; }), place / "worse.h5");
@@ -207,7 +207,7 @@ TEST_CASE(
 }
 
 TEST_CASE("score runs merge for one table when tasks, items and the baseline's answers agree") {
-  TemporaryFolder place("merge-answers");
+  TemporaryFolder place;
   auto run = [&](const std::vector<std::string>& states) {
     RunFolder folder =
         RunFolder::open(place / states.back(), sample_score_plan(states), OpenMode::fresh);

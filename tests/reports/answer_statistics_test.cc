@@ -211,7 +211,7 @@ TEST_CASE("tables, CSV and JSON of answers agree") {
   CHECK(json["rows"][0]["against_baseline"].is_null());
 
   // The report's summary holds the same.
-  TemporaryFolder place("answer-summary");
+  TemporaryFolder place;
   write_report(report, place / "r.h5");
   const std::vector<std::byte> bytes = *read_file(place / "r.h5");
   const Hdf5Reader file("r.h5", bytes);

@@ -147,7 +147,7 @@ TEST_CASE("limits are parsed") {
 }
 
 TEST_CASE("gate files are read, and wrong ones refused with line and column") {
-  TemporaryFolder place("gate");
+  TemporaryFolder place;
   auto read = [&](const std::string& text) {
     std::ofstream(place / "gate.yaml") << text;
     return read_gate(place / "gate.yaml");
@@ -563,7 +563,7 @@ TEST_CASE("JUnit and Markdown") {
 }
 
 TEST_CASE("items and answers are stored and read back") {
-  TemporaryFolder place("answers");
+  TemporaryFolder place;
   Report report = made_run(1, 2, 1, 1, 300);
   add_answers(report, "gpqa", 3,
               [](size_t s, int i) { return (static_cast<int>(s) + i) % 2 == 0; });

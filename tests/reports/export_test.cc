@@ -55,7 +55,7 @@ std::string content(const std::filesystem::path& path) { return as_text(*read_fi
 }  // namespace
 
 TEST_CASE("positions as CSV") {
-  TemporaryFolder place("export");
+  TemporaryFolder place;
   const auto path = place / "positions.csv";
   CHECK(write_positions_csv(small_report(), path) == 8);
   CHECK(content(path) ==
@@ -71,7 +71,7 @@ TEST_CASE("positions as CSV") {
 }
 
 TEST_CASE("answers as CSV") {
-  TemporaryFolder place("export-answers");
+  TemporaryFolder place;
   const auto path = place / "answers.csv";
   Report report = small_report();
   ItemInfo item;
@@ -98,7 +98,7 @@ TEST_CASE("answers as CSV") {
 }
 
 TEST_CASE("an export that cannot be written says why and leaves nothing behind") {
-  TemporaryFolder place("export-fails");
+  TemporaryFolder place;
   const std::filesystem::path missing = place / "absent" / "positions.csv";
   std::string message;
   try {
@@ -117,7 +117,7 @@ TEST_CASE("an export that cannot be written says why and leaves nothing behind")
 }
 
 TEST_CASE("positions and answers as Parquet read back through Arrow as the figures of the CSV") {
-  TemporaryFolder place("parquet");
+  TemporaryFolder place;
   const Report report = small_report();
   CHECK(write_positions_parquet(report, place / "positions.parquet") == 8);
   auto table = read_parquet(place / "positions.parquet");
@@ -186,7 +186,7 @@ TEST_CASE("positions and answers as Parquet read back through Arrow as the figur
 }
 
 TEST_CASE("Parquet on a full disk is one line, and nothing is left behind") {
-  TemporaryFolder place("parquet-full");
+  TemporaryFolder place;
   const std::filesystem::path disk = place / "disk";
   std::filesystem::create_directory(disk);
   if (::mount("tmpfs", disk.c_str(), "tmpfs", 0, "size=64k") != 0) {

@@ -39,7 +39,7 @@ std::vector<fs::path> part_files(const fs::path& folder) {
 }
 
 Report undisturbed(const RunPlan& plan) {
-  TemporaryFolder place("undisturbed");
+  TemporaryFolder place;
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   put_all(folder);
   return folder.report();
@@ -71,7 +71,7 @@ int wait_for(pid_t pid) {
 }  // namespace
 
 TEST_CASE("parts written are read back, assembled and loaded equal") {
-  TemporaryFolder place("round-trip");
+  TemporaryFolder place;
   const RunPlan plan = sample_plan();
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   CHECK(folder.missing().size() == 4 + 3);
@@ -137,7 +137,7 @@ TEST_CASE("parts written are read back, assembled and loaded equal") {
 }
 
 TEST_CASE("equal figures give equal bytes, whenever they are written") {
-  TemporaryFolder place("bytes");
+  TemporaryFolder place;
   RunFolder folder = RunFolder::open(place / "run", sample_plan(), OpenMode::fresh);
   put_all(folder);
   const std::vector<std::byte> first = *read_file(folder.assemble());
@@ -149,7 +149,7 @@ TEST_CASE("equal figures give equal bytes, whenever they are written") {
 }
 
 TEST_CASE("a partial run reports what it has from the start without a gap") {
-  TemporaryFolder place("partial");
+  TemporaryFolder place;
   const RunPlan plan = sample_plan();
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   folder.put(sample_span(plan, 0, 0));
@@ -176,7 +176,7 @@ TEST_CASE("the report is readable by h5dump") {
     std::fprintf(stderr, "SKIPPED: no h5dump on this machine\n");
     return;
   }
-  TemporaryFolder place("h5dump");
+  TemporaryFolder place;
   RunFolder folder = RunFolder::open(place / "run", sample_plan(), OpenMode::fresh);
   put_all(folder);
   const fs::path report = folder.assemble();
@@ -195,7 +195,7 @@ TEST_CASE("the report is readable by h5dump") {
 }
 
 TEST_CASE("finished spans are compared, and a difference names span, state and values") {
-  TemporaryFolder place("compare");
+  TemporaryFolder place;
   const RunPlan plan = sample_plan();
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   CHECK(folder.put(sample_span(plan, 1, 32)) == PutOutcome::written);
@@ -227,7 +227,7 @@ TEST_CASE("finished spans are compared, and a difference names span, state and v
 }
 
 TEST_CASE("a folder of other settings is refused by field; growth and free settings are accepted") {
-  TemporaryFolder place("settings");
+  TemporaryFolder place;
   const fs::path path = place / "run";
   const RunPlan plan = sample_plan();
   {
@@ -300,7 +300,7 @@ TEST_CASE("a folder of other settings is refused by field; growth and free setti
 }
 
 TEST_CASE("growth at a unit's boundary recomputes the unit whose last nll was unknown") {
-  TemporaryFolder place("boundary");
+  TemporaryFolder place;
   const RunPlan plan = sample_plan({"fp32", "nvfp4+sr"}, {64});
   {
     RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
@@ -318,7 +318,7 @@ TEST_CASE("growth at a unit's boundary recomputes the unit whose last nll was un
 }
 
 TEST_CASE("kill -9 in the middle of writing leaves every finished part whole") {
-  TemporaryFolder place("kill");
+  TemporaryFolder place;
   const RunPlan plan = sample_plan({"fp32", "nvfp4+sr"}, {40000}, 16);
   const fs::path path = place / "run";
   const Report expected = undisturbed(sample_plan({"fp32", "nvfp4+sr"}, {1600}, 16));
@@ -369,7 +369,7 @@ TEST_CASE("kill -9 in the middle of writing leaves every finished part whole") {
 }
 
 TEST_CASE("truncated and bit-flipped parts are detected, reported and computed again") {
-  TemporaryFolder place("flip");
+  TemporaryFolder place;
   const RunPlan plan = sample_plan();
   const fs::path path = place / "run";
   {
@@ -423,7 +423,7 @@ TEST_CASE("truncated and bit-flipped parts are detected, reported and computed a
 }
 
 TEST_CASE("a part of another run is left out") {
-  TemporaryFolder place("foreign");
+  TemporaryFolder place;
   RunPlan other = sample_plan();
   other.settings[0].value = "8";
   other.run.window = 8;
@@ -438,7 +438,7 @@ TEST_CASE("a part of another run is left out") {
 }
 
 TEST_CASE("several processes fill one folder, each unit once, also when one of them is killed") {
-  TemporaryFolder place("shards");
+  TemporaryFolder place;
   const RunPlan plan = sample_plan({"fp32", "nvfp4+sr"}, std::vector<int64_t>(24, 64), 32);
   const fs::path path = place / "run";
   const fs::path log = place / "log";
@@ -491,7 +491,7 @@ TEST_CASE("several processes fill one folder, each unit once, also when one of t
 }
 
 TEST_CASE("claims exclude one another, and stale ones are taken over") {
-  TemporaryFolder place("claims");
+  TemporaryFolder place;
   RunFolder folder = RunFolder::open(place / "run", sample_plan(), OpenMode::fresh);
   RunFolder other = RunFolder::open(place / "run", sample_plan(), OpenMode::resume);
   {
@@ -530,7 +530,7 @@ TEST_CASE("claims exclude one another, and stale ones are taken over") {
 }
 
 TEST_CASE("snapshots are replaced whole and recognised when broken") {
-  TemporaryFolder place("snapshot");
+  TemporaryFolder place;
   RunFolder folder = RunFolder::open(place / "run", sample_plan(), OpenMode::fresh);
   CHECK_FALSE(folder.get_snapshot("document 1"));
   std::vector<std::byte> bytes(100000, std::byte{7});
@@ -550,7 +550,7 @@ TEST_CASE("snapshots are replaced whole and recognised when broken") {
 }
 
 TEST_CASE("a full disk and a read-only folder are one clear line, and finished parts stay") {
-  TemporaryFolder place("full");
+  TemporaryFolder place;
   const fs::path disk = place / "disk";
   fs::create_directory(disk);
   if (::mount("tmpfs", disk.c_str(), "tmpfs", 0, "size=320k") != 0) {
@@ -595,7 +595,7 @@ TEST_CASE("a full disk and a read-only folder are one clear line, and finished p
   CHECK(figures_differ(folder.report(), undisturbed(plan)) == "");
 
   // Made read-only while a run is under way.
-  TemporaryFolder spare("spare");
+  TemporaryFolder spare;
   RunPlan more = plan;
   more.documents.push_back(more.documents[0]);
   more.documents.back().id = "another";
@@ -606,7 +606,7 @@ TEST_CASE("a full disk and a read-only folder are one clear line, and finished p
 }
 
 TEST_CASE("a file is replaced behind a link, and a pipe is written to and stays one") {
-  TemporaryFolder place("targets");
+  TemporaryFolder place;
   const std::string text = "contents";
   std::ofstream(place / "file") << "old";
   fs::create_symlink("file", place / "link");
@@ -632,7 +632,7 @@ TEST_CASE("a file is replaced behind a link, and a pipe is written to and stays 
 }
 
 TEST_CASE("files that are no report are refused with what they are") {
-  TemporaryFolder place("bad");
+  TemporaryFolder place;
   CHECK(contains(message_of([&] { load_report(place / "nothing"); }), "no such file"));
   CHECK(contains(message_of([&] { load_report(place.path()); }),
                  "holds neither run.json nor report.h5"));
@@ -667,7 +667,7 @@ TEST_CASE("files that are no report are refused with what they are") {
 }
 
 TEST_CASE("numbers of run.json that no run has are refused by field, and changes by the checksum") {
-  TemporaryFolder place("manifest");
+  TemporaryFolder place;
   const fs::path path = place / "run/run.json";
   RunFolder::open(place / "run", sample_plan(), OpenMode::fresh);
   std::ifstream file(path);
@@ -716,7 +716,7 @@ TEST_CASE("numbers of run.json that no run has are refused by field, and changes
 TEST_CASE("offsets of a long run are 64-bit") {
   // 6.4e9 positions in units of 2^31: first positions and counts that do not fit 32 bits.
   RunPlan plan = sample_plan({"fp32"}, {int64_t{3} << 31}, int64_t{1} << 31);
-  TemporaryFolder place("long");
+  TemporaryFolder place;
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   const std::vector<Unit> missing = folder.missing();
   REQUIRE(missing.size() == 3);

@@ -19,7 +19,7 @@ namespace fs = std::filesystem;
 namespace {
 
 std::vector<Sample> read_text(const std::string& text) {
-  TemporaryFolder place("samples");
+  TemporaryFolder place;
   std::ofstream(place / "a.jsonl", std::ios::binary) << text;
   return read_samples(place / "a.jsonl");
 }
@@ -141,7 +141,7 @@ TEST_CASE("a broken line is one message with file, line, what is expected and wh
 }
 
 TEST_CASE("samples written in lm-evaluation-harness's layout are read back as the same answers") {
-  TemporaryFolder place("write-samples");
+  TemporaryFolder place;
   const RunPlan plan = sample_score_plan({"fp32", "fp16+sr/nvfp4@L=1"}, 6, 2);
   RunFolder folder = RunFolder::open(place / "run", plan, OpenMode::fresh);
   put_answers(folder);

@@ -17,7 +17,7 @@ using namespace replayeval::test;
 namespace {
 
 Report sample_report(std::vector<int64_t> tokens) {
-  TemporaryFolder place("tables");
+  TemporaryFolder place;
   RunPlan plan = sample_plan({"fp32", "fp32@L=1", "nvfp4+sr@seed=1", "nvfp4+sr@seed=2"},
                              std::move(tokens), 1024);
   plan.states[2].bytes_per_sequence = 3 << 20;
@@ -127,7 +127,7 @@ TEST_CASE("text, CSV and JSON of a run say the same") {
 }
 
 TEST_CASE("a single document and a missing floor are said") {
-  TemporaryFolder place("single");
+  TemporaryFolder place;
   RunFolder folder =
       RunFolder::open(place / "run", sample_plan({"fp32", "nvfp4"}, {300}, 256), OpenMode::fresh);
   folder.put(sample_span(folder.plan(), 0, 0));
@@ -139,7 +139,7 @@ TEST_CASE("a single document and a missing floor are said") {
 }
 
 TEST_CASE("a run without a figure yet has tables") {
-  TemporaryFolder place("empty");
+  TemporaryFolder place;
   RunFolder folder = RunFolder::open(place / "run", sample_plan(), OpenMode::fresh);
   const Report report = folder.report();
   const KlStatistics statistics = kl_statistics(report);
@@ -149,7 +149,7 @@ TEST_CASE("a run without a figure yet has tables") {
 }
 
 TEST_CASE("the summary in the report is what show prints") {
-  TemporaryFolder place("summary");
+  TemporaryFolder place;
   RunFolder folder =
       RunFolder::open(place / "run", sample_plan({"fp32", "fp32@L=1", "nvfp4"}, {3000, 2500}, 1024),
                       OpenMode::fresh);
