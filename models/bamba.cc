@@ -13,7 +13,7 @@ ModelSpec build_bamba(const Checkpoint& checkpoint) {
   const std::string prefix = "model.";
   ModelSpec model = start_model(checkpoint, "bamba", prefix + "embed_tokens.weight", prefix,
                                 config.size("num_hidden_layers"));
-  const double eps = config.number("rms_norm_eps", 1e-5);
+  const double eps = config.epsilon("rms_norm_eps", 1e-5);
   std::set<int64_t> attention_layers;
   if (config.has("attn_layer_indices")) {
     for (const int64_t index : config.integers("attn_layer_indices")) {

@@ -117,6 +117,8 @@ struct Checkpoint::Implementation {
   };
   mutable std::mutex mutex;
   mutable std::map<std::pair<std::string, std::vector<int32_t>>, Owned> owned;
+  mutable std::mutex asked_mutex{};
+  mutable std::set<std::string, std::less<>> asked{};  // names of tensors
 
   [[noreturn]] void fail(const TensorInfo& tensor, const std::string& what) const {
     throw std::runtime_error(tensors.shards()[static_cast<size_t>(tensor.shard)].path.string() +
@@ -136,6 +138,8 @@ struct Checkpoint::Implementation {
         fail(*packed, "expected " + std::string(name) + ", got a packed layout that is not read");
       missing(name, "shape " + shape_text(shape));
     }
+    const std::lock_guard lock(asked_mutex);
+    asked.emplace(name);
     return *found;
   }
 
@@ -526,6 +530,30 @@ WeightView Checkpoint::lm_head(std::string_view embedding, int64_t vocabulary,
         std::string(embedding) + " does not stand in for it");
   }
   return weight(embedding, {vocabulary, hidden});
+}
+
+std::vector<std::string> Checkpoint::unread() const {
+  const std::lock_guard lock(implementation_->asked_mutex);
+  const auto asked = [&](std::string_view name) { return implementation_->asked.contains(name); };
+  // Scales stand beside what they belong to; those of activations and caches are not used here.
+  const auto is_scale = [&](std::string_view name) {
+    for (const char* end : {"_scale", "_scale_inv", "_scale_2"}) {
+      if (name.ends_with(end)) return true;
+    }
+    return false;
+  };
+  // Parts beside the language model, and what follows from the config.
+  const auto is_beside = [](std::string_view name) {
+    return name.starts_with("mtp.") || name.find(".mtp.") != std::string_view::npos ||
+           name.starts_with("visual.") || name.find(".visual.") != std::string_view::npos ||
+           name.ends_with("rotary_emb.inv_freq");
+  };
+  std::vector<std::string> names;
+  for (const TensorInfo& tensor : tensors().tensors()) {
+    if (!asked(tensor.name) && !is_scale(tensor.name) && !is_beside(tensor.name))
+      names.push_back(tensor.name);
+  }
+  return names;
 }
 
 std::vector<std::string> Checkpoint::notes() const {

@@ -90,6 +90,9 @@ class Checkpoint {
 
   /// Nothing when the config declares none.
   const std::optional<DeclaredQuantization>& quantization() const;
+  /// Names of the tensors that nobody has asked for so far, without scales, image encoders,
+  /// multi-token prediction and rotary frequencies.
+  std::vector<std::string> unread() const;
   /// For the report: the declared quantization and the types used instead; empty without one.
   std::vector<std::string> notes() const;
 

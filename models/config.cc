@@ -230,6 +230,12 @@ double Config::number(std::string_view field, double fallback) const {
   return has(field) ? number(field) : fallback;
 }
 
+double Config::epsilon(std::string_view field, double fallback) const {
+  const double value = number(field, fallback);
+  if (!(value >= 0) || !std::isfinite(value)) fail(field, "a number, 0 or more");
+  return value;
+}
+
 bool Config::boolean(std::string_view field) const {
   const Json* value = find(root_->json, field);
   if (value == nullptr || !value->is_boolean()) fail(field, "true or false");
@@ -294,6 +300,9 @@ std::vector<std::string> Config::members(std::string_view field) const {
 }
 
 RopeConfig rope_config(const Config& config, RopeConfig fallback) {
+  for (const char* field : {"rope_parameters", "rope_scaling"}) {
+    if (config.has(field)) config.members(field);  // an object, or refused
+  }
   RopeConfig rope;
   rope.theta = config.number("rope_theta", fallback.theta);
   rope.theta = config.number("rope_parameters.rope_theta", rope.theta);

@@ -49,6 +49,8 @@ class Config {
   /// A number, infinity included.
   double number(std::string_view field) const;
   double number(std::string_view field, double fallback) const;
+  /// A finite number, 0 or more.
+  double epsilon(std::string_view field, double fallback) const;
   bool boolean(std::string_view field) const;
   bool boolean(std::string_view field, bool fallback) const;
   std::string text(std::string_view field) const;

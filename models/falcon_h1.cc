@@ -54,7 +54,7 @@ ModelSpec build_falcon_h1(const Checkpoint& checkpoint) {
   const std::string prefix = "model.";
   ModelSpec model = start_model(checkpoint, "falcon_h1", prefix + "embed_tokens.weight", prefix,
                                 config.size("num_hidden_layers"));
-  const double eps = config.number("rms_norm_eps", 1e-5);
+  const double eps = config.epsilon("rms_norm_eps", 1e-5);
   const auto factor = [&](const char* field) {
     return static_cast<float>(config.number(field, 1.0));
   };

@@ -45,7 +45,7 @@ ModelSpec build_granite_hybrid(const Checkpoint& checkpoint) {
       start_model(checkpoint, "granitemoehybrid", prefix + "embed_tokens.weight", prefix, layers);
   const std::vector<LayerKind> kinds = listed_mixers(config).value_or(
       std::vector<LayerKind>(static_cast<size_t>(layers), LayerKind::recurrent));
-  const double eps = config.number("rms_norm_eps", 1e-6);
+  const double eps = config.epsilon("rms_norm_eps", 1e-6);
   model.embedding_multiplier = static_cast<float>(config.number("embedding_multiplier", 1.0));
   const double logits_scaling = config.number("logits_scaling", 1.0);
   if (!(logits_scaling > 0)) config.fail("logits_scaling", "a positive number");

@@ -57,8 +57,13 @@ fs::path default_hub() {
 fs::path find_model(std::string_view model, const fs::path& hub) {
   std::error_code error;
   const fs::path folder = expanded(model);
-  if (fs::is_directory(folder, error)) return folder;
   const std::string place = std::string(model) + ": ";
+  if (fs::is_directory(folder, error)) {
+    if (fs::exists(folder / "config.json", error)) return folder;
+    throw std::invalid_argument(
+        place +
+        "expected a folder with config.json and model.safetensors, got one without config.json");
+  }
   if (fs::exists(folder, error)) {
     throw std::invalid_argument(
         place + "expected a folder with config.json and model.safetensors, got a file");

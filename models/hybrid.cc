@@ -620,6 +620,15 @@ Model::Model(std::shared_ptr<const Checkpoint> checkpoint, ModelOptions options)
       options.compute == ComputeType::bf16 ? WeightType::bf16 : WeightType::fp32;
   implementation_->spec =
       find_family(*implementation_->checkpoint).build(*implementation_->checkpoint);
+  if (const std::vector<std::string> unread = implementation_->checkpoint->unread();
+      !unread.empty()) {
+    constexpr size_t kShown = 4;
+    std::string note = "tensors of the checkpoint that " + implementation_->spec.family +
+                       " does not read (" + std::to_string(unread.size()) + "):";
+    for (size_t i = 0; i < std::min(kShown, unread.size()); ++i) note += " " + unread[i];
+    if (unread.size() > kShown) note += " ...";
+    implementation_->spec.notes.push_back(note);
+  }
   for (Block& block : implementation_->spec.blocks) {
     for (Branch& branch : block.branches) {
       auto* mamba = std::get_if<Mamba2Spec>(&branch.mixer);

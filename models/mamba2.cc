@@ -15,7 +15,7 @@ ModelSpec build_mamba2(const Checkpoint& checkpoint) {
   ModelSpec model =
       start_model(checkpoint, "mamba2", embedding, prefix, config.size("num_hidden_layers"));
   model.residual_fp32 = config.boolean("residual_in_fp32", true);
-  const double eps = config.number("layer_norm_epsilon", 1e-5);
+  const double eps = config.epsilon("layer_norm_epsilon", 1e-5);
 
   Mamba2Sizes sizes;
   sizes.heads_field = "num_heads";

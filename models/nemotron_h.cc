@@ -142,8 +142,10 @@ ModelSpec build_nemotron_h(const Checkpoint& checkpoint) {
   const std::string prefix = find_prefix(checkpoint, {"backbone.", "model."}, "embeddings.weight");
   ModelSpec model = start_model(checkpoint, "nemotron_h", prefix + "embeddings.weight", prefix,
                                 static_cast<int>(kinds.size()));
-  const double eps = config.number("layer_norm_epsilon", 1e-5);
+  const double eps = config.epsilon("layer_norm_epsilon", 1e-5);
   const Activation activation = read_activation(config, "mlp_hidden_act", "relu2");
+  AttentionForm attention;
+  attention.bias = config.boolean("attention_bias", false);
   for (int i = 0; i < model.layers; ++i) {
     const std::string layer = prefix + "layers." + std::to_string(i) + ".";
     const std::string mixer = layer + "mixer.";
@@ -156,7 +158,7 @@ ModelSpec build_nemotron_h(const Checkpoint& checkpoint) {
             {read_mamba2(checkpoint, mixer, model.hidden, read_sizes(config, eps))});
         break;
       case LayerKind::attention:
-        block.branches.push_back({read_attention(checkpoint, mixer, model.hidden, {})});
+        block.branches.push_back({read_attention(checkpoint, mixer, model.hidden, attention)});
         break;
       case LayerKind::mlp:
         block.branches.push_back(

@@ -82,7 +82,7 @@ ModelSpec build_qwen(const Checkpoint& checkpoint, const QwenForm& form) {
   ModelSpec model =
       start_model(checkpoint, form.name, prefix + "embed_tokens.weight", prefix, layers);
   const std::vector<LayerKind> kinds = read_layers(config, layers);
-  const double eps = config.number("rms_norm_eps", 1e-6);
+  const double eps = config.epsilon("rms_norm_eps", 1e-6);
   require_silu(config, "hidden_act");
   AttentionForm attention;
   attention.bias = config.boolean("attention_bias", false);

@@ -770,7 +770,10 @@ TEST_CASE("models in the hub cache") {
   CHECK(find("gpt") == cache / "models--gpt" / "snapshots" / "r");
 
   // A folder is itself; what can be neither folder nor hub name is told so.
-  CHECK(find(cache.path().string()) == cache.path());
+  CHECK(find((cache / "models--gpt" / "snapshots" / "r").string()) ==
+        cache / "models--gpt" / "snapshots" / "r");
+  CHECK(contains(refusal([&] { (void)find(cache.path().string()); }),
+                 "expected a folder with config.json and model.safetensors, got one without"));
   CHECK(contains(refusal([&] { (void)find("/no/such/folder"); }),
                  "/no/such/folder: expected a model folder or a hub name (ORG/NAME), got no "
                  "such folder"));

@@ -142,6 +142,10 @@ TEST_CASE("rotary settings, new and old") {
         "\"yarn\"");
   CHECK(contains(refusal([&] { (void)read(R"({"rope_parameters": {"rope_theta": 0}})"); }),
                  "rope_parameters.rope_theta: expected a positive number, got 0"));
+  CHECK(contains(refusal([&] { (void)read(R"({"rope_parameters": 5})"); }),
+                 "rope_parameters: expected an object, got 5"));
+  CHECK(contains(refusal([&] { (void)read(R"({"rope_scaling": "linear"})"); }),
+                 "rope_scaling: expected an object, got \"linear\""));
   CHECK(contains(refusal([&] { (void)read(R"({"partial_rotary_factor": 1.5})"); }),
                  "partial_rotary_factor: expected a number above 0, at most 1, got 1.5"));
 }

@@ -179,6 +179,8 @@ TEST_CASE("contradictory configs: Nemotron-H") {
   CHECK(message("\"vocab_size\": 4096", "\"vocab_size\": 5000") ==
         "config.json: vocab_size: expected 4096 (the rows of tensor backbone.embeddings.weight), "
         "got 5000");
+  CHECK(message("\"layer_norm_epsilon\": 1e-05", "\"layer_norm_epsilon\": -1") ==
+        "config.json: layer_norm_epsilon: expected a number, 0 or more, got -1");
   CHECK(message("\"hidden_size\": 256", "\"hidden_size\": 128") ==
         "config.json: hidden_size: expected 256 (the columns of tensor "
         "backbone.embeddings.weight), got 128");
@@ -296,6 +298,61 @@ TEST_CASE("contradictory configs: the other Mamba-2 families") {
         "config.json: mamba_n_heads: expected mamba_d_ssm (128) / mamba_d_head (16), got 6");
   CHECK(refused(falcon, "\"mlp_multipliers\": [", "\"mlp_multipliers\": [ 1,") ==
         "config.json: mlp_multipliers: expected 2 numbers, got [1,0.9,0.6]");
+}
+
+TEST_CASE("biases of Nemotron-H's attention") {
+  const std::string config = read_file(kMini / "config.json");
+  const std::string asked = replaced(config, "\"num_key_value_heads\": 2",
+                                     "\"num_key_value_heads\": 2, \"attention_bias\": true");
+  const auto with = [&](float value, const char* only, const std::string& text) {
+    return Rewritten(
+        kMini,
+        [&](Tensors& tensors) {
+          for (const std::string layer : {"4", "10"}) {
+            for (const std::string part : {"q_proj", "k_proj", "v_proj", "o_proj"}) {
+              const std::string name = "backbone.layers." + layer + ".mixer." + part;
+              const int64_t rows = tensors.at(name + ".weight").header.shape[0];
+              const std::vector<float> bias(static_cast<size_t>(rows), part == only ? value : 0);
+              tensors[name + ".bias"] = {
+                  {"", TensorType::f32, {rows}},
+                  std::string(reinterpret_cast<const char*>(bias.data()), 4 * bias.size())};
+            }
+          }
+        },
+        text);
+  };
+  const std::vector<float> expected = logits_of(kMini);
+  check_same(logits_of(with(0, "", asked).folder.path()), expected, "zeros");
+  for (const char* part : {"q_proj", "k_proj", "v_proj", "o_proj"})
+    CHECK_MESSAGE(logits_of(with(0.5f, part, asked).folder.path()) != expected, part);
+  CHECK(refused(kMini, "\"num_key_value_heads\": 2",
+                "\"num_key_value_heads\": 2, \"attention_bias\": true")
+            .find("mixer.q_proj.bias: expected shape [") != std::string::npos);
+
+  // Not asked for by the config: the report says so.
+  const Rewritten beside = with(1, "q_proj", config);
+  const Model model(Checkpoint::open(beside.folder.path()), {});
+  REQUIRE(model.spec().notes.size() == 1);
+  CHECK(model.spec().notes[0] ==
+        "tensors of the checkpoint that nemotron_h does not read (8): "
+        "backbone.layers.10.mixer.k_proj.bias backbone.layers.10.mixer.o_proj.bias "
+        "backbone.layers.10.mixer.q_proj.bias backbone.layers.10.mixer.v_proj.bias ...");
+}
+
+TEST_CASE("every tensor of the reference checkpoints is read") {
+  std::vector<fs::path> folders = {kMini, kMiniGdn};
+  for (const char* name :
+       {"bamba-small", "falcon_h1-nonorm", "falcon_h1-norm", "granitemoehybrid-moe-nope",
+        "mamba2-groups", "mamba2-tied", "nemotron_h-dense", "nemotron_h-moe", "qwen3_5-dense",
+        "qwen3_5-dense-hub", "qwen3_5_moe-small", "qwen3_next-small"}) {
+    if (fs::path folder = reference(name); !folder.empty()) folders.push_back(std::move(folder));
+  }
+  for (const fs::path& folder : folders) {
+    const auto checkpoint = Checkpoint::open(folder);
+    (void)find_family(*checkpoint).build(*checkpoint);
+    const std::vector<std::string> unread = checkpoint->unread();
+    CHECK_MESSAGE(unread.empty(), folder.string() << ": " << (unread.empty() ? "" : unread[0]));
+  }
 }
 
 TEST_CASE("other spellings of a config give the same model") {
