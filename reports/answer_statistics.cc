@@ -94,7 +94,11 @@ std::optional<PairedFigures> paired(const std::map<Key, const Answer*>& baseline
   out.items = difference.items;
   out.answers = static_cast<int64_t>(before.size());
   out.change = difference.difference;
-  out.interval = difference.interval;
+  // No share changes by more than all of it.
+  if (difference.interval.known()) {
+    out.interval = {std::clamp(difference.interval.low, -1.0, 1.0),
+                    std::clamp(difference.interval.high, -1.0, 1.0)};
+  }
   out.p = mcnemar_exact(out.lost, out.gained);
   return out;
 }

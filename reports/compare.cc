@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <map>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 
 #include "reports/text.h"
@@ -67,6 +68,25 @@ class FieldCheck {
   const std::vector<std::string>& allow_;
   std::vector<std::string>* notes_;
 };
+
+/// The lines of a state's definition that another one of its name does not have.
+std::string lines_beside(const StateInfo& state, const StateInfo& other) {
+  const auto lines_of = [](const std::string& text) {
+    std::vector<std::string> lines;
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);) lines.push_back(line);
+    return lines;
+  };
+  const std::vector<std::string> others = lines_of(other.definition);
+  std::string text = state.name + ":";
+  bool any = false;
+  for (const std::string& line : lines_of(state.definition)) {
+    if (std::find(others.begin(), others.end(), line) != others.end()) continue;
+    text += (any ? "; " : " ") + line;
+    any = true;
+  }
+  return text + (any ? "" : " sha256 " + state.sha256.substr(0, 12));
+}
 
 std::string documents_text(const Report& report) {
   std::string text;
@@ -1014,11 +1034,9 @@ Comparison compare(const Report& base, const Report& candidate, const CompareOpt
   for (const StateReport& state : candidate.states) {
     const int other = base.find_state(state.info.name);
     if (other < 0) continue;
-    auto identity = [](const StateInfo& info) {
-      return info.definition + " (sha256 " + info.sha256.substr(0, 12) + ")";
-    };
-    check.equal("states", identity(base.states[static_cast<size_t>(other)].info),
-                identity(state.info));
+    const StateInfo& info = base.states[static_cast<size_t>(other)].info;
+    if (info.sha256 == state.info.sha256) continue;
+    check.equal("states", lines_beside(info, state.info), lines_beside(state.info, info));
   }
   check.mention("device", base.run.device, candidate.run.device);
   check.mention("compute", base.run.compute, candidate.run.compute);

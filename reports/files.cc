@@ -220,7 +220,7 @@ void make_writable_folder(const fs::path& path) {
   FileDescriptor fd(::open(probe.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
   if (fd.get() < 0) {
     throw std::runtime_error(path.string() + ": the folder is not writable: " +
-                             std::strerror(errno) + "; choose another with --out");
+                             std::strerror(errno) + "; choose another");
   }
   ::unlink(probe.c_str());
 }

@@ -1471,10 +1471,15 @@ fs::path snapshot_path(const fs::path& folder, const std::string& name) {
 
 }  // namespace
 
+/// Of the bytes and the name, so that a piece in the place of another is not taken for it.
+static std::string snapshot_checksum(const std::string& name, std::string_view bytes) {
+  return sha256_hex(sha256_hex(bytes) + name);
+}
+
 void RunFolder::put_snapshot(const std::string& name, std::span<const std::byte> bytes) {
-  const std::string head = std::string(kSnapshotMark) +
-                           sha256_hex({reinterpret_cast<const char*>(bytes.data()), bytes.size()}) +
-                           "\n";
+  const std::string head =
+      std::string(kSnapshotMark) +
+      snapshot_checksum(name, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}) + "\n";
   std::vector<std::byte> all(head.size() + bytes.size());
   std::memcpy(all.data(), head.data(), head.size());
   if (!bytes.empty()) std::memcpy(all.data() + head.size(), bytes.data(), bytes.size());
@@ -1487,7 +1492,7 @@ std::optional<std::vector<std::byte>> RunFolder::get_snapshot(const std::string&
   const size_t head = kSnapshotMark.size() + 65;
   const std::string_view text(reinterpret_cast<const char*>(all->data()), all->size());
   if (text.size() < head || !text.starts_with(kSnapshotMark) || text[head - 1] != '\n' ||
-      sha256_hex(text.substr(head)) != text.substr(kSnapshotMark.size(), 64)) {
+      snapshot_checksum(name, text.substr(head)) != text.substr(kSnapshotMark.size(), 64)) {
     std::lock_guard lock(state_->mutex);
     state_->notes.push_back(snapshot_path(state_->path, name).string() +
                             ": checksum differs; not used");

@@ -237,6 +237,13 @@ TEST_CASE("where no answer differs the interval is what so many items can show")
         doctest::Approx(3.8414588 / 7.8414588));
 }
 
+TEST_CASE("no interval of a change goes beyond all answers") {
+  const AnswerStatistics one = answer_statistics(spelled({"++++", "+-++"}));
+  const Interval interval = one.find("math", 1, AnswerGroup::all, "")->against_baseline->interval;
+  CHECK(interval.low == -1);  // -1.1875 without that bound
+  CHECK(interval.high == doctest::Approx(0.2187).epsilon(1e-3));
+}
+
 TEST_CASE("a change that is not shown is called so") {
   const AnswerStatistics statistics = answer_statistics(spelled({"++++++++", "++++++--"}));
   CHECK(contains(answer_text(spelled({"++++++++", "++++++--"}), statistics),

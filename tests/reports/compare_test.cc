@@ -209,7 +209,12 @@ TEST_CASE("runs that differ in model, data, prompts, rules or definitions are re
   CHECK(refused([](Report& r) { r.run.tokenizer_sha256 = "x"; }, {"tokenizer"}).empty());
   CHECK(contains(refused([](Report& r) { r.documents[1].sha256 = "x"; }), "data differs"));
   CHECK(contains(refused([](Report& r) { r.states[2].info.sha256 = "x"; }),
-                 "states differs: run2 has 'definition of nvfp4+sr (sha256 "));
+                 "states differs: run2 has 'nvfp4+sr: sha256 "));
+  CHECK(contains(refused([](Report& r) {
+                   r.states[2].info.sha256 = "x";
+                   r.states[2].info.definition += "\nwindow 8\nring fp32";
+                 }),
+                 "other has 'nvfp4+sr: window 8; ring fp32'; accept it with --allow states"));
   CHECK(contains(refused([](Report& r) { r.run.prompt_tokens = 16; }), "prompt_tokens differs"));
   CHECK(contains(refused([](Report& r) { r.token_ids[1][5] = 8; }),
                  "document book 1: token at position 5 is 7 in the base run, 8"));

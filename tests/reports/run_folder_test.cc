@@ -540,6 +540,14 @@ TEST_CASE("snapshots are replaced whole and recognised when broken") {
   CHECK(folder.get_snapshot("document 1") == bytes);
   fs::path file;
   for (const auto& entry : fs::directory_iterator(place / "run/snapshots")) file = entry.path();
+  // In the place of another.
+  folder.put_snapshot("document 2", std::vector<std::byte>(100000, std::byte{8}));
+  for (const auto& entry : fs::directory_iterator(place / "run/snapshots")) {
+    if (entry.path() != file)
+      fs::copy_file(file, entry.path(), fs::copy_options::overwrite_existing);
+  }
+  CHECK_FALSE(folder.get_snapshot("document 2"));
+  folder.remove_snapshot("document 2");
   std::vector<std::byte> raw = *read_file(file);
   raw[raw.size() - 3] ^= std::byte{1};
   replace_file(file, raw);
