@@ -356,6 +356,7 @@ void read_scale(const Item& item, StateFormat* format) {
                                      {"modelopt", ScaleOrder::modelopt}});
     } else {
       d->scale_max = number(value, "maximum");
+      if (!(d->scale_max > 0)) value.refuse("maximum is not a number above 0");
     }
   }
   if (!has_format || !has_block) item.refuse("scale needs format and block");
