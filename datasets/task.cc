@@ -407,10 +407,10 @@ fs::path find_task(const fs::path& given) {
   std::sort(known.begin(), known.end());
   std::string list;
   for (const std::string& name : known) list += " " + name;
-  throw std::runtime_error("task '" + given.string() + "': there is no " + file.string() +
-                           (list.empty()
-                                ? "; that folder, below the working directory, has no tasks"
-                                : "; known:" + list));
+  throw std::invalid_argument("task '" + given.string() + "': there is no " + file.string() +
+                              (list.empty()
+                                   ? "; that folder, below the working directory, has no tasks"
+                                   : "; known:" + list));
 }
 
 void emit_texts(YAML::Emitter& out, const char* key, const std::vector<std::string>& texts) {

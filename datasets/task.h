@@ -103,8 +103,8 @@ struct TaskSpec {
 /// Reads a task file strictly; a bare name (no slash, no .yaml) means eval_configs/tasks/NAME.yaml.
 /// Throws std::invalid_argument, `file:line:column: key: message`, for unknown keys, wrong values,
 /// templates that do not parse or name a variable that is not there, fixed shots with unknown
-/// fields and rules that do not exist, and std::runtime_error for a file that cannot be read
-/// (naming the tasks that are there).
+/// fields, rules that do not exist and unknown names (naming the tasks that are there), and
+/// std::runtime_error for a file that cannot be read.
 TaskSpec load_task(const std::filesystem::path& file);
 
 /// Recomputes `definition` and `sha256` after a change of the other members.

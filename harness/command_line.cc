@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -622,12 +623,25 @@ int parse_and_run(int argc, const char* const* argv) {
   return result;
 }
 
+extern "C" void on_lost_file(int) {
+  static constexpr char kMessage[] =
+      "replayeval: a file that was being read is shorter now, or its disk cannot be read "
+      "(SIGBUS)\n";
+  // The result does not matter: there is nobody to tell.
+  [[maybe_unused]] const auto written = write(STDERR_FILENO, kMessage, sizeof kMessage - 1);
+  _exit(1);
+}
+
 }  // namespace
 
 int run_command_line(int argc, const char* const* argv) {
   const auto report = [](const char* message) {
     std::fprintf(stderr, "replayeval: %s\n", message);
   };
+  // A file beyond the limit of its size is an error of writing; one that gets shorter while it is
+  // mapped cannot be read on.
+  std::signal(SIGXFSZ, SIG_IGN);
+  std::signal(SIGBUS, on_lost_file);
   try {
     const bool printing = ::fcntl(STDOUT_FILENO, F_GETFD) >= 0;  // and not closed by the caller
     const int result = parse_and_run(argc, argv);

@@ -189,6 +189,9 @@ bool TeacherForcedRun::run() {
         progress_->note("document " + documents_[static_cast<size_t>(item.document)].id +
                         ": left to " + *owner + "; a claim is free after " +
                         std::to_string(static_cast<int>(kStaleSeconds)) + " s without a sign");
+      } else {
+        progress_->note("document " + documents_[static_cast<size_t>(item.document)].id +
+                        ": left to another process");
       }
       continue;
     }
@@ -196,9 +199,10 @@ bool TeacherForcedRun::run() {
     if (!run_item(item)) break;
   }
   progress_->finish();
-  if (!stop_requested() && options_.shards == 1) note_missing_dumps();
   folder_.refresh();
-  return folder_.missing().empty();
+  const bool complete = folder_.missing().empty();
+  if (complete && options_.shards == 1) note_missing_dumps();
+  return complete;
 }
 
 bool TeacherForcedRun::run_item(const WorkItem& item) {

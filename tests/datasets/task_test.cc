@@ -174,7 +174,7 @@ TEST_CASE("task files are read strictly") {
   CHECK_THROWS_WITH_AS(load_task("no-such-task"),
                        doctest::Contains("task 'no-such-task': there is no "
                                          "eval_configs/tasks/no-such-task.yaml"),
-                       std::runtime_error);
+                       std::invalid_argument);
   TemporaryFolder empty;
   CHECK_THROWS_WITH_AS(list_tasks(empty.path()), doctest::Contains("no tasks (*.yaml) there"),
                        std::runtime_error);
