@@ -74,8 +74,7 @@ TEST_CASE("a copied prompt continues with the bits of an own one") {
 
       // Row 0 holds a longer prompt of another item in FP32; row 1 had another one before.
       const RowSpec other{precision("fp32"), 5, 1000, 0};
-      StateSet shared(model, {other, own}, precision("fp32"),
-                      KernelForm::fast);
+      StateSet shared(model, {other, own}, precision("fp32"), KernelForm::fast);
       feed(model, shared, 1, some_tokens(30), 0, 30, 30);
       shared.reset(1, own);
       std::vector<float> got = feed(model, shared, 0, tokens, 0, kShared, 19);
@@ -98,8 +97,8 @@ TEST_CASE("prompts that are computed differently are not copied") {
   const Model model(Checkpoint::open(std::string(REPLAYEVAL_SOURCE_DIR) + "/models/mini-gdn"),
                     ModelOptions{ComputeType::fp32, DenseMode::invariant, DtClamp::forward});
   const auto same = [&](const char* a, const char* b, int64_t chunk = 0) {
-    StateSet states(model, {{precision(a), 1, 40, 0}, {precision(b), 2, 40, chunk}}, precision("fp32"),
-                    KernelForm::fast);
+    StateSet states(model, {{precision(a), 1, 40, 0}, {precision(b), 2, 40, chunk}},
+                    precision("fp32"), KernelForm::fast);
     const bool answer = states.same_prompt(0, 1);
     CHECK(states.same_prompt(1, 0) == answer);
     feed(model, states, 0, some_tokens(20), 0, 20, 20);

@@ -100,8 +100,7 @@ TEST_CASE("saving and restoring refuse what does not fit") {
     CHECK_THROWS_AS((void)states.save(), std::invalid_argument);
   }
   SUBCASE("another number of rows") {
-    StateSet fewer(model, {rows(0)[0]}, precision("fp32"),
-                   KernelForm::fast);
+    StateSet fewer(model, {rows(0)[0]}, precision("fp32"), KernelForm::fast);
     CHECK_THROWS_AS(fewer.restore(state), std::runtime_error);
   }
   SUBCASE("another format") {
