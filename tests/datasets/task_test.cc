@@ -254,7 +254,7 @@ TEST_CASE("prompts that are equal for different items") {
 
 // The token ids that the mini models were asked with by an independent program.
 TEST_CASE("prompts of the mini tasks are those of greedy.json") {
-  const std::string path = test::case_path("models-mini/greedy.json");
+  const std::string path = test::case_path("cases/models-mini/greedy.json");
   REQUIRE_FALSE(path.empty());
   std::ifstream file(path);
   const Json greedy = Json::parse(file);
