@@ -81,7 +81,11 @@ StateInfo state_info(const StatePrecision& precision, const StatePrecision& base
 }  // namespace
 
 void use_threads(int threads) {
-  if (threads == 0) threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  if (threads == 0) threads = cores;
+  if (threads > cores) {
+    std::fprintf(stderr, "WARNING: %d threads on %d cores wait for each other\n", threads, cores);
+  }
   omp_set_num_threads(threads);
   set_torch_threads(threads);
 }
@@ -177,15 +181,26 @@ std::string host_codec_note(const Experiment& experiment) {
 
 void check_selections(const StatePrecision& precision, const ModelSpec& model) {
   if (precision.whole_model()) return;
+  bool any = false;
+  int heads = 0;  // most of a layer
   for (const Block& block : model.blocks) {
     for (const Branch& branch : block.branches) {
       const auto shape = state_shape(branch.mixer, block.layer);
-      if (!shape || !precision.layers.contains(block.layer)) continue;
-      for (int h = 0; h < shape->heads; ++h) {
-        if (precision.heads.contains(h)) return;
-      }
+      if (!shape) continue;
+      heads = std::max(heads, shape->heads);
+      if (!precision.layers.contains(block.layer)) continue;
+      for (int h = 0; h < shape->heads; ++h) any = any || precision.heads.contains(h);
     }
   }
+  const auto within = [&](const char* what, const IndexSelection& selection, int count) {
+    if (selection.last() < count) return;
+    throw std::invalid_argument("states: " + precision.name + ": there is no " + what + " " +
+                                std::to_string(selection.last()) + "; the model has 0 to " +
+                                std::to_string(count - 1));
+  };
+  within("layer", precision.layers, model.layers);
+  within("head", precision.heads, heads);
+  if (any) return;
   std::string known;
   for (const LayerInfo& layer : recurrent_layers(model))
     known += (known.empty() ? "" : ", ") + std::to_string(layer.index);

@@ -39,8 +39,8 @@ RowMemory row_memory(const Experiment& experiment, const ModelSpec& model, int64
 /// their checkpoints are copied at every flush of a GPU's run. Empty when there are none.
 std::string host_codec_note(const Experiment& experiment);
 
-/// Throws std::invalid_argument when the precision selects layers and heads of which none has state
-/// in this model.
+/// Throws std::invalid_argument when the precision names layers or heads beyond those of this
+/// model, or of what it selects nothing has state.
 void check_selections(const StatePrecision& precision, const ModelSpec& model);
 
 /// Who runs what: RunInfo but for its data and tasks, settings, layers and states.

@@ -704,5 +704,26 @@ TEST_CASE("exit codes of the command line") {
   CHECK(run_program(folder, {"check", "quant", none.c_str()}).first == 1);
 }
 
+TEST_CASE("selections are of layers and heads that the model has") {
+  const auto checkpoint = Checkpoint::open(kModel);
+  const ModelSpec model = find_family(*checkpoint).build(*checkpoint);
+  const auto refusal = [&](const char* name) {
+    try {
+      check_selections(parse_state_precision(name, {}), model);
+      return std::string();
+    } catch (const std::invalid_argument& error) {
+      return std::string(error.what());
+    }
+  };
+  CHECK(refusal("nvfp4") == "");
+  CHECK(refusal("nvfp4@layers=0,2;heads=7") == "");
+  CHECK(refusal("nvfp4@layers=0,99") ==
+        "states: nvfp4@layers=0,99: there is no layer 99; the model has 0 to 11");
+  CHECK(refusal("nvfp4@heads=0,8") ==
+        "states: nvfp4@heads=0,8: there is no head 8; the model has 0 to 7");
+  CHECK(refusal("nvfp4@layers=4").find("the selection holds no layer and head with state") !=
+        std::string::npos);
+}
+
 }  // namespace
 }  // namespace replayeval
