@@ -534,13 +534,9 @@ WeightView Checkpoint::lm_head(std::string_view embedding, int64_t vocabulary,
 
 std::vector<std::string> Checkpoint::unread() const {
   const std::lock_guard lock(implementation_->asked_mutex);
-  const auto asked = [&](std::string_view name) { return implementation_->asked.contains(name); };
   // Scales stand beside what they belong to; those of activations and caches are not used here.
-  const auto is_scale = [&](std::string_view name) {
-    for (const char* end : {"_scale", "_scale_inv", "_scale_2"}) {
-      if (name.ends_with(end)) return true;
-    }
-    return false;
+  const auto is_scale = [](std::string_view name) {
+    return name.ends_with("_scale") || name.ends_with("_scale_inv") || name.ends_with("_scale_2");
   };
   // Parts beside the language model, and what follows from the config.
   const auto is_beside = [](std::string_view name) {
@@ -550,8 +546,10 @@ std::vector<std::string> Checkpoint::unread() const {
   };
   std::vector<std::string> names;
   for (const TensorInfo& tensor : tensors().tensors()) {
-    if (!asked(tensor.name) && !is_scale(tensor.name) && !is_beside(tensor.name))
+    if (!implementation_->asked.contains(tensor.name) && !is_scale(tensor.name) &&
+        !is_beside(tensor.name)) {
       names.push_back(tensor.name);
+    }
   }
   return names;
 }

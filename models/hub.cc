@@ -58,15 +58,11 @@ fs::path find_model(std::string_view model, const fs::path& hub) {
   std::error_code error;
   const fs::path folder = expanded(model);
   const std::string place = std::string(model) + ": ";
-  if (fs::is_directory(folder, error)) {
-    if (fs::exists(folder / "config.json", error)) return folder;
-    throw std::invalid_argument(
-        place +
-        "expected a folder with config.json and model.safetensors, got one without config.json");
-  }
+  if (fs::exists(folder / "config.json", error)) return folder;
   if (fs::exists(folder, error)) {
     throw std::invalid_argument(
-        place + "expected a folder with config.json and model.safetensors, got a file");
+        place + "expected a folder with config.json and model.safetensors, got " +
+        (fs::is_directory(folder, error) ? "one without config.json" : "a file"));
   }
   const size_t at = model.find('@');
   const std::string name(model.substr(0, at));

@@ -1469,12 +1469,12 @@ fs::path snapshot_path(const fs::path& folder, const std::string& name) {
   return folder / "snapshots" / (file_safe(name) + ".bin");
 }
 
-}  // namespace
-
 /// Of the bytes and the name, so that a piece in the place of another is not taken for it.
-static std::string snapshot_checksum(const std::string& name, std::string_view bytes) {
+std::string snapshot_checksum(const std::string& name, std::string_view bytes) {
   return sha256_hex(sha256_hex(bytes) + name);
 }
+
+}  // namespace
 
 void RunFolder::put_snapshot(const std::string& name, std::span<const std::byte> bytes) {
   const std::string head =

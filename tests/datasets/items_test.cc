@@ -413,8 +413,8 @@ TEST_CASE("GSM8K rows") {
 }
 
 TEST_CASE("the files of the authors") {
-  if (test::case_path("datasets/mmlu_pro").empty()) return;
   const std::string data = test::case_path("datasets");
+  if (data.empty()) return;
   ItemSource source = source_of(Task::kMath, data + "/math/MATH-500");
   ItemSet set = load_items(source);
   CHECK(set.items.size() == 500);

@@ -270,8 +270,8 @@ TEST_CASE("PG-19 as Parquet gives the tokens of its text files") {
 }
 
 TEST_CASE("the published files") {
-  if (test::case_path("datasets/mmlu_pro").empty()) return;
   const std::string data = test::case_path("datasets");
+  if (data.empty()) return;
   ItemSource source;
   source.task = Task::kMmluPro;
   source.path = data + "/mmlu_pro";

@@ -33,15 +33,20 @@ std::string minimal() {
          ", tokens: 64}\nstates: [fp32@L=1, nvfp4+sr]\n";
 }
 
-std::string error_of(const std::string& file, const std::vector<std::string>& settings = {}) {
+template <class Call>
+std::string refusal(const Call& call) {
   try {
-    load_experiment(file, settings);
+    call();
   } catch (const std::invalid_argument& error) {
     return error.what();
   } catch (const std::exception& error) {
     return std::string("(another error) ") + error.what();
   }
   return "(no error)";
+}
+
+std::string error_of(const std::string& file, const std::vector<std::string>& settings = {}) {
+  return refusal([&] { load_experiment(file, settings); });
 }
 
 std::vector<std::string> names(const std::vector<StatePrecision>& states) {
@@ -707,21 +712,16 @@ TEST_CASE("exit codes of the command line") {
 TEST_CASE("selections are of layers and heads that the model has") {
   const auto checkpoint = Checkpoint::open(kModel);
   const ModelSpec model = find_family(*checkpoint).build(*checkpoint);
-  const auto refusal = [&](const char* name) {
-    try {
-      check_selections(parse_state_precision(name, {}), model);
-      return std::string();
-    } catch (const std::invalid_argument& error) {
-      return std::string(error.what());
-    }
+  const auto selected = [&](const char* name) {
+    return refusal([&] { check_selections(parse_state_precision(name, {}), model); });
   };
-  CHECK(refusal("nvfp4") == "");
-  CHECK(refusal("nvfp4@layers=0,2;heads=7") == "");
-  CHECK(refusal("nvfp4@layers=0,99") ==
+  CHECK(selected("nvfp4") == "(no error)");
+  CHECK(selected("nvfp4@layers=0,2;heads=7") == "(no error)");
+  CHECK(selected("nvfp4@layers=0,99") ==
         "states: nvfp4@layers=0,99: there is no layer 99; the model has 0 to 11");
-  CHECK(refusal("nvfp4@heads=0,8") ==
+  CHECK(selected("nvfp4@heads=0,8") ==
         "states: nvfp4@heads=0,8: there is no head 8; the model has 0 to 7");
-  CHECK(refusal("nvfp4@layers=4").find("the selection holds no layer and head with state") !=
+  CHECK(selected("nvfp4@layers=4").find("the selection holds no layer and head with state") !=
         std::string::npos);
 }
 

@@ -33,9 +33,11 @@ std::vector<T> read_all(int64_t file, const std::string& name, hid_t type) {
 }  // namespace
 
 std::string case_path(const std::string& path) {
-  for (const std::string& root : {std::string(REPLAYEVAL_SHARED_DIR), std::string(REPLAYEVAL_SOURCE_DIR) + "/tests"}) {
-    std::string full = root + "/" + path;
-    if (std::filesystem::exists(full)) return full;
+  std::vector<std::string> places = {std::string(REPLAYEVAL_SHARED_DIR) + "/" + path};
+  // Other folders of tests/ have names of ../shared's, as datasets.
+  if (path.starts_with("cases/")) places.push_back(std::string(REPLAYEVAL_SOURCE_DIR) + "/tests/" + path);
+  for (const std::string& place : places) {
+    if (std::filesystem::exists(place)) return place;
   }
   std::fprintf(stderr, "SKIPPED: %s is neither in ../shared nor in tests/\n", path.c_str());
   return {};

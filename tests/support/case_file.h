@@ -7,7 +7,7 @@
 
 namespace replayeval::test {
 
-/// `path` below ../shared if it exists there, otherwise below tests/cases; empty (after a loud line on standard error) when in neither.
+/// `path` below ../shared if it exists there, otherwise, of cases/..., below tests; empty (after a loud line on standard error) when in neither.
 std::string case_path(const std::string& path);
 
 class CaseFile {
